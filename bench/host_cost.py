@@ -30,7 +30,7 @@ from tests.agent.devices.fake_torch import FakeKernels, fake_torch
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.engine import executor as executor_module
-from tidegate.agent.optimizer import adamw as optimizer_module
+from tidegate.agent.optimizer import offloaded_optimizer as optimizer_module
 
 SUBGROUPS = 64
 SUBGROUP_NUMEL = 256

@@ -39,8 +39,8 @@ import torch
 
 import tidegate
 from tidegate.agent.control.phase_hooks import PhaseHooks
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.demo.services import Service
 
 TARGET = 0.005

@@ -13,7 +13,8 @@ import torch
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.engine.clock import MonotonicClock
-from tidegate.agent.engine.executor import Executor, Issued
+from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.plan import Placement, Plan, Subgroup, make_plan
@@ -35,9 +36,9 @@ class _NoOpRunner:
     def wait(self, lane: str, event: Event) -> None:
         return
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         now = time.monotonic()
-        return Issued(DoneEvent(now, now), 0, 0)
+        return IssuedOp(DoneEvent(now, now), 0, 0)
 
 
 def op_overhead_seconds(paths: Sequence[str]) -> float:

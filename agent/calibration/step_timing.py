@@ -12,8 +12,8 @@ import torch
 
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.tiers.file_path import PathSettings

@@ -56,7 +56,7 @@ class OptimizerCheckpoints:
         with self._phases.within("checkpoint"):
             if self._pending is not None:
                 self._pending.wait_and_agree()
-            self.engine.weights.take_edited()
+            self.engine.weights.adapt_to_edits()
             yield
 
     def find(self, source: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:
@@ -77,16 +77,12 @@ class OptimizerCheckpoints:
     def load_state(self, checkpoint: Checkpoint, reader: Reader) -> None:
         """Loads the state of all subgroups from a checkpoint. If that fails, the engine is not usable until a
         checkpoint is loaded completely."""
-        with self._phases.within("checkpoint"):
-            try:
-                self.engine.weights_loaded()
-                if self.engine.store is not None:
-                    self.engine.store.step = checkpoint.step
-                    self.engine.store.last_checkpoint = os.fspath(checkpoint.directory)
-                reader.scatter(self.engine)
-            except BaseException as error:
-                self.engine.state_lost(error)
-                raise
+        with self._phases.within("checkpoint"), self.engine.replacing_state():
+            self.engine.weights_loaded()
+            if self.engine.store is not None:
+                self.engine.store.step = checkpoint.step
+                self.engine.store.last_checkpoint = os.fspath(checkpoint.directory)
+            reader.scatter(self.engine)
 
     def raise_if_failed_alone(self) -> None:
         """See `PendingCheckpoint.raise_if_failed_alone`."""

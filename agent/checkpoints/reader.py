@@ -20,7 +20,7 @@ from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, ParamForm, Store
 from tidegate.agent.checkpoints.snapshot import run_transfer
 from tidegate.agent.checkpoints.state_copies import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.memory import state_arrays
+from tidegate.agent.engine.state_block import state_arrays
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain

@@ -25,8 +25,8 @@ from tidegate.agent.control.phase_hooks import PhaseHooks
 from tidegate.agent.control.rank_messages import RankMessages
 from tidegate.agent.control.step_sync import BoundaryMessage, agree
 from tidegate.agent.control.tuning import Tuning
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.rank_metrics import RankMetrics

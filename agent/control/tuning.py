@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tidegate.agent.control.step_sync import BoundaryMessage
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
@@ -197,7 +197,7 @@ class Tuning:
         capacity = engine.residences.capacity if engine.residences is not None else {}
         return Rank(
             engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode, capacity,
-            engine.gradient_order, engine.step_at, engine.path_speeds,
+            engine.gradient_gates.order, engine.planner.step_at, engine.planner.path_speeds,
         )  # fmt: skip
 
     def _backward_seconds(self) -> float:
@@ -212,7 +212,7 @@ class Tuning:
     def _fits(self, effective: EffectiveKnobs) -> bool:
         """Whether the engine has the memory for these knobs."""
         try:
-            self._optimizer.engine.check(effective, self._optimizer.offload.headroom_bytes)
+            self._optimizer.engine.planner.check(effective, self._optimizer.offload.headroom_bytes)
         except ConfigError:
             return False
         return True

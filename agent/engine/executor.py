@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.agent.cleanup import close_all
@@ -26,6 +25,7 @@ from tidegate.agent.devices.base import Event
 from tidegate.agent.engine.clock import Clock
 from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
+from tidegate.agent.engine.plan_progress import IssuedOp, PlanProgress, RunningOp
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
@@ -37,15 +37,6 @@ class StepSkipped(Exception):
     is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """An op that was issued to its lane: its end, the bytes that it moved and the elements that it updated or read."""
-
-    event: Event
-    nbytes: int
-    numel: int
-
-
 class OpRunner(Protocol):
     """Interface that carries out ops. `wait` makes a lane wait for an event, `run` enqueues the op on its lane.
 
@@ -55,55 +46,7 @@ class OpRunner(Protocol):
 
     def wait(self, lane: str, event: Event) -> None: ...
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """An op in progress. `since`: when it began or, if later, when the op before it in its lane ended (clock seconds).
-    `begun`: its work is queued, and the next op of the lane may begin."""
-
-    op: Op
-    since: float
-    begun: bool = False
-
-
-@dataclass
-class _Progress:
-    """All mutable state of one plan that is being executed; guarded by the clock's lock."""
-
-    plan: Plan
-    pending: dict[str, deque[Op]]
-    issued: dict[int, Issued] = field(default_factory=dict)
-    history: list[tuple[Op, Issued]] = field(default_factory=list)
-    running: dict[str, deque[_Running]] = field(default_factory=dict)
-    """Ops in progress by lane, first to last; lanes without any are left out."""
-    gradients: set[int] = field(default_factory=set)
-    """Subgroups whose gate `gradient` is open."""
-    stepping: bool = False
-    """Whether the gate `step` is open."""
-    recopying: set[int] = field(default_factory=set)
-    """Subgroups whose gradient must be copied again before they are updated."""
-    recopied: dict[int, Event] = field(default_factory=dict)
-    """Ends of the repeated gradient copies, by subgroup."""
-    skipped: bool = False
-    error: BaseException | None = None
-
-    def gate_open(self, op: Op) -> bool:
-        """Whether the gate of this op is open."""
-        match op.gate:
-            case "gradient":
-                return self.stepping or op.subgroup in self.gradients
-            case "step":
-                return self.stepping
-        return True
-
-    def may_run(self, op: Op) -> bool:
-        """Whether the gate of this op is open, and all its dependencies are issued."""
-        # Plans leave out dependencies that follow from the order of a lane, and a repeated copy breaks this order.
-        if op.kind is OpKind.CPU_UPDATE and op.subgroup in self.recopying:
-            return False
-        return self.gate_open(op) and all(dep in self.issued for dep in op.deps)
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp: ...
 
 
 class Executor:
@@ -128,7 +71,7 @@ class Executor:
         self._ahead = frozenset(ahead)
         self._watchdog_seconds = watchdog_seconds
         self._on_thread_end = on_thread_end
-        self._progress: _Progress | None = None
+        self._progress: PlanProgress | None = None
         self._pid = os.getpid()
         self.closed = False
         self.stuck = False
@@ -158,7 +101,7 @@ class Executor:
     def all_ops_done(self) -> bool:
         """Whether no op of the plan is left to run, also before `finish` was called. From any thread."""
         with self._clock.lock:
-            return self._progress is None or self._is_done(self._progress)
+            return self._progress is None or self._progress.is_done
 
     def start(self, plan: Plan) -> None:
         """Gives `plan` to the lanes; ops without a gate begin. EngineError when this executor is closed."""
@@ -166,7 +109,7 @@ class Executor:
             if self.closed:
                 raise EngineError("This optimizer is closed.")
             assert self._progress is None, "one plan at a time"
-            self._progress = _Progress(plan, {lane: deque(plan.lanes.get(lane, ())) for lane in self._lanes})
+            self._progress = PlanProgress(plan, {lane: deque(plan.lanes.get(lane, ())) for lane in self._lanes})
             self._clock.notify()
 
     def gradient_ready(self, subgroups: Iterable[int]) -> None:
@@ -183,7 +126,7 @@ class Executor:
             progress = self._current()
             return tuple(
                 op for op in progress.plan.of_kind(OpKind.GRAD_D2H)
-                if op.id in progress.issued or _are_running(progress, {op.id})
+                if op.id in progress.issued or progress.is_any_running({op.id})
             )  # fmt: skip
 
     def step(self, repeat: Collection[int] = ()) -> None:
@@ -191,7 +134,7 @@ class Executor:
         first."""
         with self._clock.lock:
             progress = self._current()
-            self._wait(progress, lambda: progress.error is not None or not _are_running(progress, repeat))
+            self._wait(progress, lambda: progress.error is not None or not progress.is_any_running(repeat))
             for op_id in sorted(repeat, reverse=True):
                 op = progress.plan.by_id[op_id]
                 if progress.issued.pop(op_id, None) is not None:
@@ -212,7 +155,7 @@ class Executor:
         dropped have none. Raises what a lane raised."""
         with self._clock.lock:
             progress = self._current()
-            self._wait(progress, lambda: self._is_done(progress) or all(op in progress.issued for op in ops))
+            self._wait(progress, lambda: progress.is_done or all(op in progress.issued for op in ops))
             if progress.error is not None:
                 raise progress.error
             return [progress.issued[op].event for op in ops if op in progress.issued]
@@ -234,7 +177,7 @@ class Executor:
         """
         with self._clock.lock:
             progress = self._current()
-            self._wait(progress, lambda: self._is_done(progress))
+            self._wait(progress, lambda: progress.is_done)
             self._progress = None
         if progress.error is not None:
             _wait_after_failure(progress)
@@ -247,7 +190,7 @@ class Executor:
             progress = self._progress
             if progress is None:
                 return ()
-            _drop_pending(progress)
+            progress.drop_pending()
             self._wait(progress, lambda: not progress.running)
             self._progress = None
         return tuple(self._spans(progress))
@@ -277,9 +220,9 @@ class Executor:
             progress = self._progress
             if progress is not None:
                 if progress.stepping:
-                    self._clock.wait_for(lambda: self._is_done(progress), deadline - time.monotonic())
+                    self._clock.wait_for(lambda: progress.is_done, deadline - time.monotonic())
                 if any(progress.pending.values()):
-                    _drop_pending(progress)
+                    progress.drop_pending()
                     progress.error = progress.error or EngineError("The process ends, and the update was not finished.")
             self.closed = True
             self._clock.notify()
@@ -287,19 +230,15 @@ class Executor:
         for thread in self._threads:
             thread.join(max(0.0, latest - time.monotonic()))
 
-    def _wait(self, progress: _Progress, predicate: Callable[[], bool]) -> None:
+    def _wait(self, progress: PlanProgress, predicate: Callable[[], bool]) -> None:
         while not self._clock.wait_for(predicate, timeout=1.0):
             self._check_watchdog(progress)
 
-    def _current(self) -> _Progress:
+    def _current(self) -> PlanProgress:
         assert self._progress is not None, "no plan was started"
         return self._progress
 
-    def _is_done(self, progress: _Progress) -> bool:
-        """Whether nothing is running, and nothing is pending or an error stops the rest. With the lock held."""
-        return not progress.running and (progress.error is not None or not any(progress.pending.values()))
-
-    def _check_watchdog(self, progress: _Progress) -> None:
+    def _check_watchdog(self, progress: PlanProgress) -> None:
         now = self._clock.now()
         # Only the oldest op counts: later ops of its lane may wait for it, and lanes may wait for each other's locks.
         first = min((running[0] for running in progress.running.values()), key=lambda op: op.since, default=None)
@@ -310,14 +249,14 @@ class Executor:
                 f"(watchdog_seconds={self._watchdog_seconds:g})."
             )
 
-    def _take(self, lane: str) -> tuple[_Progress, _Running, list[Event]]:
+    def _take(self, lane: str) -> tuple[PlanProgress, RunningOp, list[Event]]:
         """Begins the lane's next op; returns it with the events that it must wait for. With the lock held."""
         progress = self._current()
         op = progress.pending[lane].popleft()
         waits = [progress.issued[dep].event for dep in op.deps]
         if op.kind is OpKind.CPU_UPDATE and op.subgroup in progress.recopied:
             waits.append(progress.recopied[op.subgroup])
-        taken = _Running(op, self._clock.now())
+        taken = RunningOp(op, self._clock.now())
         progress.running.setdefault(lane, deque()).append(taken)
         return progress, taken, waits
 
@@ -331,9 +270,9 @@ class Executor:
         op = progress.pending[lane][0]
         return op if progress.may_run(op) else None
 
-    def _run(self, progress: _Progress, taken: _Running, waits: list[Event]) -> None:
+    def _run(self, progress: PlanProgress, taken: RunningOp, waits: list[Event]) -> None:
         op = taken.op
-        issued: Issued | None = None
+        issued: IssuedOp | None = None
         error: BaseException | None = None
         try:
             for event in waits:
@@ -351,19 +290,19 @@ class Executor:
                 progress.history.append((op, issued))
             elif isinstance(error, StepSkipped):
                 progress.skipped = True
-                _drop_pending(progress)
+                progress.drop_pending()
             else:
                 progress.error = progress.error or error
             self._clock.notify()
 
-    def _begun(self, taken: _Running) -> None:
+    def _begun(self, taken: RunningOp) -> None:
         """The work of this op is queued: a lane that runs ahead may begin its next op."""
         if taken.op.lane in self._ahead:
             with self._clock.lock:
                 taken.begun = True
                 self._clock.notify()
 
-    def _end(self, progress: _Progress, taken: _Running) -> None:
+    def _end(self, progress: PlanProgress, taken: RunningOp) -> None:
         """Removes this op from the running ops of its lane, once it is the first of them. With the lock held."""
         lane = taken.op.lane
         running = progress.running[lane]
@@ -375,7 +314,7 @@ class Executor:
         else:
             del progress.running[lane]
 
-    def _spans(self, progress: _Progress) -> Iterator[Span]:
+    def _spans(self, progress: PlanProgress) -> Iterator[Span]:
         """The spans of the ops that ran, in the order in which they ended. Waits for each."""
         lane_ends: dict[str, float] = {}
         for op, issued in progress.history:
@@ -424,17 +363,7 @@ def _wake(clock: Clock) -> None:
         clock.notify()
 
 
-def _are_running(progress: _Progress, ids: Collection[int]) -> bool:
-    """Whether an op with one of these ids is running. With the lock held."""
-    return any(op.op.id in ids for running in progress.running.values() for op in running)
-
-
-def _drop_pending(progress: _Progress) -> None:
-    for queue in progress.pending.values():
-        queue.clear()
-
-
-def _wait_after_failure(progress: _Progress) -> None:
+def _wait_after_failure(progress: PlanProgress) -> None:
     """After a failure: waits for all work that was enqueued, as it still uses memory that is about to be freed. This
     work may fail, too."""
     for _, issued in progress.history:

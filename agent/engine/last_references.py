@@ -29,17 +29,17 @@ def release_unless_exiting(held: list[Any]) -> None:
         held.clear()
 
 
-def _forked() -> None:
+def _replace_lock_after_fork() -> None:
     """Replaces the lock in a forked child: a thread that the child does not have may have held the old one."""
     global _freeing
     _freeing = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_replace_lock_after_fork)
 
 
 @atexit.register
-def _end() -> None:
+def _mark_exit() -> None:
     """Marks the exit. `atexit` runs this before the interpreter begins to unwind other threads."""
     global _exiting
     acquired = _freeing.acquire(timeout=LONGEST_WAIT_SECONDS)

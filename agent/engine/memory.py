@@ -6,13 +6,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from tidegate.agent.devices.base import Copy, Device
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.buffers import HostBuffers
+from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes, whole_pages
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
@@ -22,35 +22,6 @@ from tidegate.plan.ops import D2H, H2D, BufferId, Residence, is_path
 from tidegate.plan.placement import place_subgroups
 
 ALIGNMENT = 256
-PAGE_BYTES = 4096
-"""Host buffers that are copied to and from storage paths are multiples of this size."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateAddresses:
-    """Addresses of the three arrays in one block of state; `aux` (remainder or fp32 master) is 0 when the format has
-    none."""
-
-    exp_avg: int
-    exp_avg_sq: int
-    aux: int
-
-
-def state_addresses(layout: Layout, block: int) -> StateAddresses:
-    """The addresses of the arrays in the block of state that begins at address `block`."""
-    n = layout.numel
-    return StateAddresses(block, block + 4 * n, block + 8 * n if layout.format.aux_bytes else 0)
-
-
-def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[str, torch.Tensor]:
-    """The named arrays in one block of state: views of `block`, a tensor of bytes, of `numel` elements each."""
-    n = numel
-    arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
-    if weight == WeightFormat.BF16_REMAINDER:
-        arrays["remainder"] = block[8 * n : 10 * n].view(torch.int16)
-    elif weight.aux_bytes:
-        arrays["master"] = block[8 * n : 12 * n].view(torch.float32)
-    return arrays
 
 
 class StateMemory:
@@ -91,7 +62,7 @@ class StateMemory:
         """Appends subgroups, with zeros for state."""
         for layout in layouts:
             if self.store is None:
-                self._state.allocate_zeros(layout.id, _state_bytes(layout))
+                self._state.allocate_zeros(layout.id, state_buffer_bytes(layout))
         self.layouts += layouts
         self.residence += ["host"] * len(layouts)
         self.mirror_valid += [False] * len(layouts)
@@ -113,7 +84,7 @@ class StateMemory:
                     self.store.reserve(s, lives)
                     self.residence[s] = lives
                 else:
-                    self._state.allocate_zeros(s, _state_bytes(layout))
+                    self._state.allocate_zeros(s, state_buffer_bytes(layout))
 
     # ---- addresses
 
@@ -184,9 +155,9 @@ class StateMemory:
         """
         grad = 0 if self._slot_gradients else max((s.numel * s.format.grad_bytes for s in self.layouts), default=0)
         return (
-            _whole_pages(max((s.numel * s.format.state_bytes for s in self.layouts), default=0)),
-            _whole_pages(max((s.numel * s.format.weight_bytes for s in self.layouts), default=0)),
-            _whole_pages(grad),
+            whole_pages(max((s.numel * s.format.state_bytes for s in self.layouts), default=0)),
+            whole_pages(max((s.numel * s.format.weight_bytes for s in self.layouts), default=0)),
+            whole_pages(grad),
         )
 
     def stage(self, placements: Sequence[Placement]) -> None:
@@ -209,7 +180,7 @@ class StateMemory:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
                 self._allocated_ahead.add(s)
             if self.store is None and placed.after == "host" and s not in self._state:
-                self._state.allocate(s, _state_bytes(layout))
+                self._state.allocate(s, state_buffer_bytes(layout))
 
     def prepare(self, placements: Sequence[Placement]) -> None:
         """Allocates all memory of a step (see `stage`, and host state), and reserves space on paths for its state."""
@@ -218,7 +189,7 @@ class StateMemory:
         for layout, placed in zip(self.layouts, placements, strict=True):
             s = layout.id
             if "host" in (placed.before, placed.after) and s not in self._state:
-                self._state.allocate(s, _state_bytes(layout))
+                self._state.allocate(s, state_buffer_bytes(layout))
             if is_path(placed.after) and self.store is not None:
                 self.store.reserve(s, placed.after)
 
@@ -252,7 +223,7 @@ class StateMemory:
 
     def keep_on_host(self, subgroup: int, place: BufferId) -> bool:
         """Keeps the state at `place` in host memory because no path accepts it. False when host memory is too small."""
-        layout, nbytes = self.layouts[subgroup], _state_bytes(self.layouts[subgroup])
+        layout, nbytes = self.layouts[subgroup], state_buffer_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
             if nbytes > host_available_bytes():
                 return False
@@ -282,7 +253,7 @@ class StateMemory:
         if lives == "host":
             return
         if subgroup not in self._state:
-            self._state.allocate_zeros(subgroup, _state_bytes(layout))
+            self._state.allocate_zeros(subgroup, state_buffer_bytes(layout))
         address = self._state[subgroup].data_ptr()
         if lives == "device":
             nbytes = layout.numel * layout.format.state_bytes
@@ -414,12 +385,3 @@ class StateMemory:
         self.host_slots.clear()
         for buffers in self._kinds.values():
             buffers.clear()
-
-
-def _state_bytes(layout: Layout) -> int:
-    """Bytes of the subgroup's state buffer in host memory, in whole pages."""
-    return _whole_pages(layout.numel * layout.format.state_bytes)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
-from tidegate.agent.engine.executor import Issued, StepSkipped
-from tidegate.agent.engine.memory import StateMemory, state_addresses
+from tidegate.agent.engine.executor import StepSkipped
+from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.state_block import state_addresses
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import GradientNorm, tail_of
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
@@ -45,7 +47,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Squares:
+class SquareSums:
     """Gradients' sums of squares and non-finite counts, by parameter. `sums` holds a pair for each of `params`, in this
     order, once `ready` is done."""
 
@@ -76,7 +78,7 @@ class MemoryRunner:
         self._pool = pool
         self.copied: dict[int, GradientsRead] = {}
         """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
-        self.squares: list[Squares] = []
+        self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
         self.inputs: StepInputs | None = None
 
@@ -92,7 +94,7 @@ class MemoryRunner:
         else:
             event.wait()
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         """Issues an op on its lane; StepSkipped if it is NORM and the step must be skipped."""
         match op.kind:
             case OpKind.NORM:
@@ -109,10 +111,10 @@ class MemoryRunner:
                 return self._transfer(op, begun)
         return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
 
-    def _copy(self, lane: str, copies: Sequence[Copy]) -> Issued:
-        return Issued(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
+    def _copy(self, lane: str, copies: Sequence[Copy]) -> IssuedOp:
+        return IssuedOp(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
 
-    def _transfer(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def _transfer(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         """Reads state from a path or writes it to a path; the lane may begin its next op when this transfer is
         queued."""
         store = self._memory.store
@@ -125,9 +127,9 @@ class MemoryRunner:
         except NoPathLeft:
             if not self._memory.keep_on_host(op.subgroup, op.host_state):
                 raise
-            return Issued(DoneEvent(start, time.monotonic()), 0, 0)
+            return IssuedOp(DoneEvent(start, time.monotonic()), 0, 0)
         # Counts the op's bytes without the store's padding; a state that was never written is not moved.
-        return Issued(moved, op.nbytes if moved.nbytes else 0, 0)
+        return IssuedOp(moved, op.nbytes if moved.nbytes else 0, 0)
 
     # ---- copies
 
@@ -147,7 +149,7 @@ class MemoryRunner:
             case OpKind.STATE_D2H:
                 yield Copy(memory.on_host(op.host_state), memory.on_device(s, op.slot), op.nbytes)
 
-    def _grad_d2h(self, op: Op, layout: Layout) -> Issued:
+    def _grad_d2h(self, op: Op, layout: Layout) -> IssuedOp:
         size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
         taken = self._gradients.records_of(layout)
         if self._gradients.mode == "keep":
@@ -176,7 +178,7 @@ class MemoryRunner:
 
     # ---- compute
 
-    def _grad_norm(self, op: Op, layout: Layout) -> Issued:
+    def _grad_norm(self, op: Op, layout: Layout) -> IssuedOp:
         """Sums squares over whole parameters: each parameter counts for the subgroup that it begins in."""
         taken = self._gradients.records_of(layout)
         begun_here = [
@@ -186,11 +188,11 @@ class MemoryRunner:
             self._device.wait(op.lane, arrived.ready)
         references = [grad_ref_of(arrived) for _, arrived in begun_here]
         event, sums = self._device.norms(references)
-        self.squares.append(Squares(tuple(param for param, _ in begun_here), event, sums))
+        self.squares.append(SquareSums(tuple(param for param, _ in begun_here), event, sums))
         self._gradients.was_read(layout, taken, op.lane, event)
-        return Issued(event, 0, sum(reference.numel for reference in references))
+        return IssuedOp(event, 0, sum(reference.numel for reference in references))
 
-    def _norm(self) -> Issued:
+    def _norm(self) -> IssuedOp:
         inputs = self._step_inputs()
         inputs.has_grad = self._gradients.present
         early = {param for squares in self.squares for param in squares.params}
@@ -198,7 +200,7 @@ class MemoryRunner:
         present = [self._gradients.reference(i) for i in late]
         event, sums = self._device.norms(present)
         known: dict[int, tuple[float, int]] = {}
-        for summed in (*self.squares, Squares(tuple(late), event, sums)):
+        for summed in (*self.squares, SquareSums(tuple(late), event, sums)):
             summed.ready.wait()  # one read from the device for all parameters of this sum
             known.update(zip(summed.params, summed.sums, strict=True))
         all_known_at = time.monotonic()
@@ -211,9 +213,9 @@ class MemoryRunner:
             raise StepSkipped
         inputs.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)
-        return Issued(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
+        return IssuedOp(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
 
-    def _cpu_update(self, op: Op, layout: Layout) -> Issued:
+    def _cpu_update(self, op: Op, layout: Layout) -> IssuedOp:
         start, fmt = time.monotonic(), layout.format
         state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
         updated = 0
@@ -229,9 +231,9 @@ class MemoryRunner:
             )
             run.apply(self._pool)
             updated += numel
-        return Issued(DoneEvent(start, time.monotonic()), 0, updated)
+        return IssuedOp(DoneEvent(start, time.monotonic()), 0, updated)
 
-    def _device_update(self, op: Op, layout: Layout) -> Issued:
+    def _device_update(self, op: Op, layout: Layout) -> IssuedOp:
         fmt, block, runs = layout.format, self._memory.on_device(layout.id, op.slot), []
         taken = self._gradients.records_of(layout)
         for segment, arrived in zip(layout.segments, taken, strict=True):
@@ -246,7 +248,7 @@ class MemoryRunner:
             for offset, numel, values in self._pieces_by_tail(layout, segment):
                 piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset
                 runs.append(self._run(layout, block, *piece, numel, values))
-        issued = Issued(self._device.update(runs), 0, sum(run.numel for run in runs))
+        issued = IssuedOp(self._device.update(runs), 0, sum(run.numel for run in runs))
         if not op.spilled:
             self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued

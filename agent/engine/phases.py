@@ -38,7 +38,7 @@ class StepPhases:
     """Figures that the training loop gave for the step with `AdamW.log`."""
     first_gradient: float | None = None
     """When the first gradient of the step's last backward pass arrived, on the host's monotonic clock."""
-    handed_together: float = 0.0
+    single_node_share: float = 0.0
     """Largest share of the parameters' elements whose gradients come from a single node of that backward's graph."""
 
     @property
@@ -64,8 +64,8 @@ class PhaseRecorder:
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._first_gradient: float | None = None
-        self.handed_together = 0.0
-        """`StepPhases.handed_together` of the newest backward pass."""
+        self.single_node_share = 0.0
+        """`StepPhases.single_node_share` of the newest backward pass."""
         self._reset()
 
     def enter(self, phase: Phase) -> None:
@@ -93,15 +93,15 @@ class PhaseRecorder:
         finally:
             self.enter(before)
 
-    def exposed(self) -> _Exposed:
+    def exposed(self) -> _ExposedTime:
         """Context manager: time inside it counts as time in which the engine blocks the training thread."""
-        return _Exposed(self)
+        return _ExposedTime(self)
 
     def blocked(self, seconds: float) -> None:
         """Counts so many seconds as blocked by the engine, in the current phase."""
         self._exposed[self.current] += seconds
 
-    def gradient_came(self, moment: float) -> None:
+    def gradient_arrived(self, moment: float) -> None:
         """Takes note that a gradient arrived at `moment`, in the current phase; only the first one of a phase is
         kept."""
         if self._first_gradient is None or self._first_gradient < self._since:
@@ -112,7 +112,7 @@ class PhaseRecorder:
         self._close()
         done = StepPhases(
             tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
-            first_gradient=self._first_gradient, handed_together=self.handed_together,
+            first_gradient=self._first_gradient, single_node_share=self.single_node_share,
         )  # fmt: skip
         self._reset()
         return done
@@ -133,7 +133,7 @@ class PhaseRecorder:
         self.cpu_seconds = 0.0
         """CPU seconds that the recording has cost since the end of the last step."""
         self._first_gradient = None
-        self.handed_together = 0.0
+        self.single_node_share = 0.0
 
     def _close(self) -> None:
         began = time.thread_time()
@@ -147,7 +147,7 @@ class PhaseRecorder:
         self.cpu_seconds += time.thread_time() - began
 
 
-class _Exposed:
+class _ExposedTime:
     """The context manager of `exposed`: a class, because it is entered once per gradient and a generator would cost
     three times as much."""
 

@@ -39,7 +39,7 @@ class WeightEdits:
         self._forms += [_form(param) for param in self._params[len(self._forms) :]]
         for layout in layouts:
             self._reset_aux(layout)
-        self._adopt()
+        self._take_reference()
 
     def update_began(self) -> None:
         """To be called when an update begins: the new versions of the weights are not edits."""
@@ -66,7 +66,7 @@ class WeightEdits:
             if _form(self._params[i]) == self._forms[i] and self._params[i]._version == self._stamps[i][1]
         }  # fmt: skip
 
-    def take_edited(self, by_data: bool = True, reading: bool = False) -> None:
+    def adapt_to_edits(self, by_data: bool = True, reading: bool = False) -> None:
         """Adapts the stored state to edited weights: marks their mirrors for a new copy and resets their remainders to
         0 (and their fp32 masters to the weight). A weight that holds the same bits in other memory was moved, not
         edited: only its mirror is copied again.
@@ -95,7 +95,7 @@ class WeightEdits:
             if any(segment.param in edited for segment in layout.segments):
                 self._memory.mirror_valid[layout.id] = False
                 self._reset_aux(layout, edited, moved)
-        self._adopt()
+        self._take_reference()
 
     def _is_converted(self, param: int) -> bool:
         """Whether this parameter has another dtype, with shape and strides unchanged."""
@@ -103,13 +103,14 @@ class WeightEdits:
         return was[0] != now[0] and was[1:] == now[1:]
 
     def reset(self) -> None:
-        """Takes the present weights as the reference, and resets all mirrors, remainders and masters."""
+        """Takes the present weights as the reference, so that they do not count as edited. Marks all mirrors (weights
+        in host memory) as outdated, and resets all remainders to 0 and all fp32 masters to the weights."""
         for layout in self._memory.layouts:
             self._memory.mirror_valid[layout.id] = False
             self._reset_aux(layout)
-        self._adopt()
+        self._take_reference()
 
-    def _adopt(self) -> None:
+    def _take_reference(self) -> None:
         """Registers the weights with the device, and takes their present versions and samples as the reference."""
         for param, place in zip(self._params, self._places, strict=True):
             if param.numel() and param.device == place:  # after a move, the memory is not of this device

@@ -16,12 +16,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 import torch
 
 from tidegate.agent.devices.base import Device, Event, GradRef
 from tidegate.agent.gradients.accumulation import HostSums
+from tidegate.agent.gradients.gradient_memory import GradientMemory
 from tidegate.agent.gradients.gradient_record import (
     GradientRecord,
     as_stored,
@@ -29,51 +30,13 @@ from tidegate.agent.gradients.gradient_record import (
     identity_of,
     private_alias,
 )
-from tidegate.agent.gradients.release_bound import GradientMemory
+from tidegate.agent.gradients.released_gradient import ReleasedGradient, is_released
 from tidegate.agent.parameters.fingerprint import sample_view
 from tidegate.agent.parameters.shards import check_divided_alike, shard_of, wrap_like
 from tidegate.agent.parameters.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
 Mode = Literal["keep", "release"]
-
-
-class ReleasedGradient(torch.Tensor):
-    """Placeholder in `.grad` for a gradient that was released: it has no memory, and every use raises
-    ParameterError."""
-
-    @staticmethod
-    def __new__(cls, like: torch.Tensor) -> ReleasedGradient:
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=grad_dtype_of(like), device=like.device)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise _released(func)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuses `.data = …`: torch does not dispatch it, and would give the placeholder memory that nothing reads."""
-        if name == "data":
-            raise _released(".data = …")
-        super().__setattr__(name, value)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _released(what: object) -> ParameterError:
-    return ParameterError(
-        f"{what} on a gradient that was released at its arrival (gradients='release'). Clip with "
-        "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
-        "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
-        "gradients='keep'."
-    )
-
-
-def is_released(grad: torch.Tensor | None) -> bool:
-    """Whether `.grad` holds the placeholder of a released gradient."""
-    return grad is not None and isinstance(shard_of(grad), ReleasedGradient)
 
 
 GradientsRead = tuple[GradientRecord | None, ...]

@@ -72,5 +72,5 @@ class _Cumulative:
             paths=attachment.recorder.path_names,
             recopied=self.gradient_arrival.recopied,
             first_gradient=self.gradient_arrival.first_gradient,
-            together=self.gradient_arrival.together,
+            together=self.gradient_arrival.single_node_share,
         )

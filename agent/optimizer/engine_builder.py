@@ -1,18 +1,20 @@
-"""Builds the engine from the settings in `Offload`."""
+"""Builds the engine, and the subgroups of its parameters, from the settings in `Offload`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.engine import Engine
+from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.optimizer.offload import Offload
-from tidegate.agent.parameters.shards import gradients_are_final
-from tidegate.agent.parameters.subgroups import Layout
+from tidegate.agent.parameters.shards import gradients_are_final, shard_of
+from tidegate.agent.parameters.subgroups import Layout, check_param, make_subgroups, shift_ids
 from tidegate.agent.ranks import Ranks, cpu_lane_threads
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -30,11 +32,9 @@ def build_engine(
     try:
         ranks, paths = Ranks.current(), offload.path_settings()
         store = TierStore(paths, ranks.rank) if paths else None
-        return Engine(
-            params,
-            layouts,
-            device,
+        settings = EngineSettings(
             num_slots=offload.num_slots,
+            host_slots=offload.host_slots,
             cpu_threads=offload.cpu_threads or cpu_lane_threads(),
             policy=offload.policy,
             gradients=offload.gradients,
@@ -43,11 +43,30 @@ def build_engine(
             headroom_bytes=offload.headroom_bytes,
             early_gradients=ranks.count == 1 or all(map(gradients_are_final, params)),
             watchdog_seconds=offload.watchdog_seconds,
-            effective=effective,
-            store=store,
-            host_slots=offload.host_slots,
         )
+        return Engine(params, layouts, device, settings=settings, effective=effective, store=store)
     except BaseException:
         with suppress(Exception):  # the original error is raised
             close_all(*([store.close] if store is not None else []), device.close)
         raise
+
+
+def layouts_of(param_groups: Sequence[Mapping[str, Any]], offload: Offload) -> tuple[Layout, ...]:
+    """The subgroups of all parameters in the groups."""
+    shards = [[shard_of(param) for param in group["params"]] for group in param_groups]
+    return make_subgroups(shards, offload.subgroup_numel)
+
+
+def layouts_of_added(
+    params: Sequence[torch.nn.Parameter],
+    num_known: int,
+    param_groups: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    offload: Offload,
+) -> list[Layout]:
+    """The subgroups of added parameters, the last of `param_groups`, with numbers after the existing ones. num_known:
+    number of the parameters that the engine has already."""
+    for index, param in enumerate(params, start=num_known):
+        check_param(shard_of(param), index)
+    layouts = make_subgroups([[shard_of(param) for param in params]], offload.subgroup_numel)
+    return shift_ids(layouts, subgroups=len(engine.layouts), groups=len(param_groups) - 1, params=num_known)

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 
 MIN_PARAMS: Final = 8
@@ -31,13 +31,13 @@ class GradientArrival:
     """Duration of the last backward pass of each step, without the time that the engine took in it."""
     first_seconds: float = 0.0
     """Part of `backward_seconds` before the first gradient."""
-    together_bytes: float = 0.0
+    single_node_bytes: float = 0.0
     """Bytes of the gradients that came from a single node of the autograd graph."""
 
     @property
-    def together(self) -> float:
+    def single_node_share(self) -> float:
         """Share of the gradients that came from a single node of the autograd graph, all at the end of its work."""
-        return self.together_bytes / self.copied_bytes if self.copied_bytes else 0.0
+        return self.single_node_bytes / self.copied_bytes if self.copied_bytes else 0.0
 
     @property
     def recopied(self) -> float:
@@ -55,7 +55,7 @@ class GradientArrival:
             self.recopied_bytes + other.recopied_bytes,
             self.backward_seconds + other.backward_seconds,
             self.first_seconds + other.first_seconds,
-            self.together_bytes + other.together_bytes,
+            self.single_node_bytes + other.single_node_bytes,
         )
 
     def __sub__(self, other: GradientArrival) -> GradientArrival:
@@ -64,7 +64,7 @@ class GradientArrival:
             self.recopied_bytes - other.recopied_bytes,
             self.backward_seconds - other.backward_seconds,
             self.first_seconds - other.first_seconds,
-            self.together_bytes - other.together_bytes,
+            self.single_node_bytes - other.single_node_bytes,
         )
 
 
@@ -79,10 +79,10 @@ def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArriv
     total = sum(copied.values())
     if len(result.stepped) < MIN_PARAMS:
         return GradientArrival(total, again)
-    return GradientArrival(total, again, *_first_of_backward(phases), phases.handed_together * total)
+    return GradientArrival(total, again, *_first_of_backward(phases), phases.single_node_share * total)
 
 
-def handed_together(node: Any, params: Collection[Any]) -> float:
+def single_node_share(node: Any, params: Collection[Any]) -> float:
     """Largest share of the elements of these parameters whose gradients come from a single node of the autograd graph.
     Examines the first MAX_NODES nodes of a backward, from `node` on. `torch.compile` makes such a node of each region
     that it compiles.

@@ -70,6 +70,17 @@ def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, 
     return defaults
 
 
+def complete_loaded_groups(groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Adds the keys that loaded param groups lack, such as groups of older versions of torch. Groups of an Adam become
+    groups of AdamW if `defaults` are those of AdamW."""
+    for group in groups:
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+        if defaults["decoupled_weight_decay"]:
+            # As in torch's AdamW: a state of Adam does not make it Adam.
+            group["decoupled_weight_decay"] = True
+
+
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
     """ConfigError unless `max_grad_norm` is a number above 0 or None."""
     if max_grad_norm is not None:

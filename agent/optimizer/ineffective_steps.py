@@ -4,12 +4,14 @@ changes."""
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
+from tidegate.agent.parameters.parameter_identity import name_of
 from tidegate.agent.parameters.shards import shard_of
 from tidegate.logs import event
 
@@ -45,7 +47,7 @@ class IneffectiveStepWarnings:
         self._untrained = set() if self._said_untrained else set(range(num_params))
         self._updates = 0
 
-    def updated(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
+    def observe_update(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
         """Takes note of a step that updates the parameters with these numbers."""
         if not self._untrained:
             return
@@ -81,7 +83,7 @@ class IneffectiveStepWarnings:
         elif _is_due(self.num_skipped):
             self._warn(result.bad_params, "In fp16, scale the loss with a GradScaler, or train in bf16.")
 
-    def had_gradients(self, num_params: int, any_gradient: bool) -> None:
+    def observe_call(self, num_params: int, any_gradient: bool) -> None:
         """Takes note of a call of `step()`, and warns after several calls in a row without any gradient."""
         self._empty_in_a_row = 0 if any_gradient else self._empty_in_a_row + 1
         count = self._empty_in_a_row - EMPTY_STEPS_ALLOWED + 1
@@ -114,3 +116,14 @@ class IneffectiveStepWarnings:
 def _is_due(count: int) -> bool:
     """True for the 1st, 10th and 100th occurrence, then for every 1000th."""
     return count in (1, 10, 100) or count % 1000 == 0
+
+
+def param_namer(optimizer: torch.optim.Optimizer) -> Callable[[int], str]:
+    """A function that gives the name of a parameter by its number, and keeps no reference to the optimizer."""
+    optimizer_ref = weakref.ref(optimizer)
+
+    def name(param: int) -> str:
+        optimizer = optimizer_ref()
+        return str(param) if optimizer is None else name_of(optimizer.param_groups, param)
+
+    return name

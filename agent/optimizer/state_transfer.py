@@ -48,7 +48,7 @@ class ParameterMapping:
         return [0 if was is None else before[was] for was in self._was]
 
 
-def check_can_follow(engine: Engine, has_state: bool, moved: str, reordered: bool) -> None:
+def check_transferable(engine: Engine, has_state: bool, moved: str, reordered: bool) -> None:
     """ParameterError when gradients or state of `engine` cannot be transferred to a new engine.
 
     has_state: whether parameters were updated or a state was loaded. moved: name of a parameter that was moved.

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from tidegate.agent.engine.engine import Engine, StepResult
+from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.timeline.timeline import PhaseSpan
 

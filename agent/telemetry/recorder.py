@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidegate.agent.calibration.saved_rate_card import saved_rate_card
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.agent.ranks import cpu_lane_threads

@@ -73,7 +73,7 @@ def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> Updat
         paths=[state.path for state in report.path_states if not state.retired],
         recopied=gradient_arrival.recopied,
         first_gradient=gradient_arrival.first_gradient,
-        together=gradient_arrival.together,
+        together=gradient_arrival.single_node_share,
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival, gradient_arrival_of
 from tidegate.agent.telemetry.paths import PathSample
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline

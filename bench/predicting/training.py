@@ -11,8 +11,8 @@ import torch
 
 import tidegate
 from tidegate.agent.devices.emulated import EmulatedRates
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -103,7 +103,8 @@ class Training:
         engine = self._optimizer.engine
         return Rank(
             engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode,
-            gradient_order=engine.gradient_order, step_at=engine.step_at, path_speeds=engine.path_speeds,
+            gradient_order=engine.gradient_gates.order, step_at=engine.planner.step_at,
+            path_speeds=engine.planner.path_speeds,
         )  # fmt: skip
 
     @property

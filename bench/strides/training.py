@@ -14,9 +14,9 @@ import torch
 import tidegate
 from tidegate.agent.control.tuning import update_seconds
 from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan.ops import Op
 
@@ -60,7 +60,7 @@ class Training:
         runner = self.optimizer.engine._runner
         update = runner._cpu_update
 
-        def paced(op: Op, layout: Layout) -> Issued:
+        def paced(op: Op, layout: Layout) -> IssuedOp:
             began = time.monotonic()
             issued = update(op, layout)
             time.sleep(max(0.0, began + op.numel / params_per_second - time.monotonic()))

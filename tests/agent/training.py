@@ -15,9 +15,9 @@ import torch
 import tidegate
 from tidegate.agent.devices.base import Copy, Event
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.op_runner import StepInputs
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.timeline.timeline import PhaseSpan

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tidegate.agent.control.attachment import Attachment
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.timeline.chrome_trace import write_trace
 from tidegate.timeline.timeline import Timeline

@@ -169,34 +169,40 @@ class Op:
 
     @property
     def buffer(self) -> BufferId:
-        """The place on the device of the state that this op uses."""
+        """The buffer on the device, as its kind and number, that holds the state which this op copies or updates: the
+        staging slot, or the memory of the resident."""
         return ("resident", self.subgroup) if self.slot is None else ("slot", self.slot)
 
     @property
     def gradient(self) -> BufferId:
-        """The place on the device of the gradient that this op copies or uses."""
+        """The buffer on the device, as its kind and number, that holds the gradient which this op copies or uses: the
+        staging slot if the gradient was spilled to the host and comes back, else the memory of the gradient itself."""
         return ("slot_grad", self.slot) if self.spilled and self.slot is not None else ("device_grad", self.subgroup)
 
     @property
     def host_state(self) -> BufferId:
-        """The place in host memory of the state that this op copies or updates."""
+        """The buffer in host memory, as its kind and number, that holds the state which this op copies or updates: the
+        host slot, or the memory of the subgroup."""
         return ("host_state", self.subgroup) if self.host_slot is None else ("host_slot", self.host_slot)
 
     @property
     def host_weight(self) -> BufferId:
-        """The place in host memory of the weight that this op copies or updates."""
+        """The buffer in host memory, as its kind and number, that holds the weight (the mirror) which this op copies or
+        updates: the host slot, or the memory of the subgroup."""
         return ("host_weight", self.subgroup) if self.host_slot is None else ("host_slot_weight", self.host_slot)
 
     @property
     def host_grad(self) -> BufferId:
-        """The place in host memory of the gradient that this op copies or uses."""
+        """The buffer in host memory, as its kind and number, that holds the gradient which this op copies or uses: the
+        host slot, or the memory of the subgroup."""
         if self.grad_in_slot and self.host_slot is not None:
             return ("host_slot_grad", self.host_slot)
         return ("host_grad", self.subgroup)
 
     @property
     def stored(self) -> BufferId:
-        """The place on the path of the state that this op fetches or flushes."""
+        """The place in storage, as its path and the number of the subgroup, of the state which this op reads (FETCH) or
+        writes (FLUSH)."""
         return (f"path:{self.path}", self.subgroup)
 
     @property

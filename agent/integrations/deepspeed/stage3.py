@@ -19,8 +19,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.integrations.deepspeed import state as states
 from tidegate.agent.integrations.deepspeed.norm import ZeroNorm, gradient_factor
 from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars

@@ -90,7 +90,7 @@ def idle_engine(optimizer: AdamW) -> Engine:
     engine = optimizer.engine
     engine.require_usable()
     engine.drop_plan()
-    engine.weights.take_edited()
+    engine.weights.adapt_to_edits()
     return engine
 
 
@@ -145,7 +145,7 @@ def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tens
     engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)
-        engine.weights.take_edited()
+        engine.weights.adapt_to_edits()
     else:
         own = {_checked_name(name): values}
     for layout in engine.gradients.subgroups_of(part) if own else ():

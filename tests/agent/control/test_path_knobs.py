@@ -16,8 +16,8 @@ import tidegate
 from tests import forked
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, until
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 
 RUN = "path-knobs"
 

@@ -29,11 +29,11 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine import engine as engine_module
 from tidegate.agent.engine import op_runner as runner_module
 from tidegate.agent.engine.clock import MonotonicClock
-from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.gradients import accumulation as accumulation_module
 from tidegate.agent.gradients import gradients as gradients_module
-from tidegate.agent.optimizer import adamw as optimizer_module
+from tidegate.agent.optimizer import offloaded_optimizer as optimizer_module
 from tidegate.agent.parameters.subgroups import flat
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
@@ -237,7 +237,7 @@ class FakeTraining:
         runner = self.optimizer.engine._runner
         run, seen = type(runner).run, itertools.count()
 
-        def failing(op: Op, begun: Callable[[], None]) -> Issued:
+        def failing(op: Op, begun: Callable[[], None]) -> IssuedOp:
             if op.lane == lane and next(seen) == after:
                 raise ValueError("broken on purpose")
             return run(runner, op, begun)

@@ -27,8 +27,8 @@ from tests.agent.engine.test_exactness import make_params, random_grads
 from tests.services import until
 from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.agent.engine.executor import Issued
 from tidegate.agent.engine.op_runner import MemoryRunner
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.gradients.gradients import grad_ref_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import GradDtype
@@ -289,20 +289,20 @@ def test_each_gradient_is_read_by_copies_and_updates_as_often_as_the_plan_says(
         training.forward()
 
 
-def copied_by_the_host(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
+def copied_by_the_host(runner: MemoryRunner, op: Op, layout: Layout) -> IssuedOp:
     """As `_grad_d2h` might be written by who takes a device address for a host address."""
     base, size = runner._memory.on_host(op.host_grad), layout.format.grad_bytes
     for segment, arrived in zip(layout.segments, runner._gradients.records_of(layout), strict=True):
         assert arrived is not None
         address = grad_ref_of(arrived).address + segment.offset * size
         ctypes.memmove(base + segment.start * size, address, segment.numel * size)
-    return Issued(DoneEvent(0.0, 0.0), op.nbytes, 0)
+    return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, 0)
 
 
-def read_weights(runner: MemoryRunner, op: Op, layout: Layout) -> Issued:
+def read_weights(runner: MemoryRunner, op: Op, layout: Layout) -> IssuedOp:
     """An update that takes the weights on the device for their mirror."""
     ctypes.string_at(runner._weight_address(layout.segments[0], layout.format.weight_bytes), 4)
-    return Issued(DoneEvent(0.0, 0.0), 0, 0)
+    return IssuedOp(DoneEvent(0.0, 0.0), 0, 0)
 
 
 @pytest.mark.parametrize(("method", "wrong"), [("_grad_d2h", copied_by_the_host), ("_cpu_update", read_weights)])

@@ -16,7 +16,7 @@ from tests.agent.plain_adamw import PlainAdamW, array
 from tidegate.agent.devices.base import GradRef
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.optimizer import adamw as optimizer_module
+from tidegate.agent.optimizer import offloaded_optimizer as optimizer_module
 from tidegate.kernels import GradDtype
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D
 

@@ -11,7 +11,8 @@ import torch
 
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock
-from tidegate.agent.engine.executor import Executor, Issued
+from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, adamw_update, scalars
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import Op
@@ -28,7 +29,7 @@ class Runner:
 
     def wait(self, lane: str, event: Event) -> None: ...
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         runs.set()
         until = time.monotonic() + SECONDS
         weight, first, second, grad = self.arrays
@@ -41,7 +42,7 @@ class Runner:
                 grad.data_ptr(), GradDtype.F32, settings,
             )  # fmt: skip
         print(op.kind, flush=True)
-        return Issued(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
+        return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 
 
 executor = Executor(Runner(), MonotonicClock())

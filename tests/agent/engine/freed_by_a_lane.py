@@ -12,7 +12,8 @@ import torch
 
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock
-from tidegate.agent.engine.executor import Executor, Issued
+from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import Op
 
@@ -25,10 +26,10 @@ class Runner:
 
     def wait(self, lane: str, event: Event) -> None: ...
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         runs.set()
         ends.wait()
-        return Issued(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
+        return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 
 
 executor = Executor(Runner(), MonotonicClock())

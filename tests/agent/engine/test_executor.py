@@ -18,8 +18,9 @@ from tests.examples import examples
 from tests.services import ROOT, until
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
-from tidegate.agent.engine.executor import Executor, Issued, StepSkipped
+from tidegate.agent.engine.executor import Executor, StepSkipped
 from tidegate.agent.engine.interpreter_exit import stop_all
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.plan import Placement, Plan, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import LANES, Op, OpKind
@@ -42,10 +43,10 @@ class NullRunner:
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         start = self.clock.now()
         self.clock.sleep(RATES.seconds(op))
-        return Issued(DoneEvent(start, self.clock.now()), op.nbytes, op.numel)
+        return IssuedOp(DoneEvent(start, self.clock.now()), op.nbytes, op.numel)
 
 
 def subgroups(sizes: list[int]) -> tuple[Subgroup, ...]:
@@ -114,9 +115,9 @@ class ScriptedRunner:
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         self.on(op)
-        return Issued(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
+        return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 
 
 def small_plan() -> Plan:

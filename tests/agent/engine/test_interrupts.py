@@ -23,7 +23,7 @@ from tests.agent.optimizer.test_awkward_moments import plain_of
 from tests.agent.optimizer.test_forward_overlap import overlapped, tokens
 from tests.agent.optimizer.test_optimizer import MIXED, params_of
 from tidegate.agent.checkpoints.snapshot import run_transfer
-from tidegate.agent.engine.executor import Issued
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
 from tidegate.errors import EngineError
@@ -137,7 +137,7 @@ def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
     run = type(runner).run
     once = threading.Event()
 
-    def interrupting(op: Op, begun: Callable[[], None]) -> Issued:
+    def interrupting(op: Op, begun: Callable[[], None]) -> IssuedOp:
         if op.kind is kind and not once.is_set():
             once.set()
             os.kill(os.getpid(), signal.SIGINT)

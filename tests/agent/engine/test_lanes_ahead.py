@@ -14,7 +14,8 @@ import pytest
 from tests.agent.engine.test_executor import subgroups
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.clock import MonotonicClock
-from tidegate.agent.engine.executor import Executor, Issued
+from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.errors import LaneStuckError
 from tidegate.plan import Placement, Plan, make_plan
 from tidegate.plan.ops import Op, OpKind, path_lanes
@@ -46,7 +47,7 @@ class Runner:
     def wait(self, lane: str, event: Event) -> None:
         event.wait()
 
-    def run(self, op: Op, begun: Callable[[], None]) -> Issued:
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
         with self.lock:
             self.began.append(short(op))
             self.at_once[op.lane] += 1
@@ -59,7 +60,7 @@ class Runner:
             with self.lock:
                 self.at_once[op.lane] -= 1
                 self.ended.append(short(op))
-        return Issued(DoneEvent(*self.times.get(short(op), (0.0, 0.0))), op.nbytes, op.numel)
+        return IssuedOp(DoneEvent(*self.times.get(short(op), (0.0, 0.0))), op.nbytes, op.numel)
 
 
 def short(op: Op) -> str:

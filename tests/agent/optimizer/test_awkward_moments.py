@@ -18,8 +18,8 @@ from tests.agent.optimizer.test_optimizer import MIXED, params_of, run_steps
 from tests.agent.plain_adamw import PlainAdamW
 from tests.services import until
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.engine.engine import StepResult
-from tidegate.agent.engine.executor import Issued
+from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.auto_knobs import AutoValues
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs.knobs import Knobs
@@ -211,7 +211,7 @@ def test_a_failed_step_says_so_until_a_state_is_loaded() -> None:
         runner = optimizer.engine._runner
         run = type(runner).run
 
-        def failing(op: Op, begun: Callable[[], None]) -> Issued:
+        def failing(op: Op, begun: Callable[[], None]) -> IssuedOp:
             if op.kind is OpKind.DEVICE_UPDATE:
                 raise ValueError("broken kernel")
             return run(runner, op, begun)
@@ -242,7 +242,7 @@ def test_a_stuck_lane_is_named_and_close_does_not_hang() -> None:
         runner = optimizer.engine._runner
         run = type(runner).run
 
-        def hanging(op: Op, begun: Callable[[], None]) -> Issued:
+        def hanging(op: Op, begun: Callable[[], None]) -> IssuedOp:
             if op.kind is OpKind.CPU_UPDATE:
                 release.wait(60)
             return run(runner, op, begun)

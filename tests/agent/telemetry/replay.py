@@ -16,8 +16,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tidegate.agent.engine.engine import StepResult
 from tidegate.agent.engine.phases import StepPhases
+from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures

@@ -109,7 +109,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_told(attached: str, backend: str
     said, totals = trained(model, whole if model is inner else model)
     assert "100% of the gradients came together" in said
     assert "compile its blocks instead" in said
-    assert totals.gradient_arrival.together == 1.0
+    assert totals.gradient_arrival.single_node_share == 1.0
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -120,14 +120,14 @@ def test_one_that_is_compiled_block_by_block_is_not(backend: str) -> None:
         block.compile(backend=backend)
     said, totals = trained(model, model)
     assert "came together" not in said
-    assert totals.gradient_arrival.together < 0.75
+    assert totals.gradient_arrival.single_node_share < 0.75
 
 
 def test_one_node_that_hands_over_all_gradients_is_told() -> None:
     model = Compiled()
     said, totals = trained(model, model)
     assert "compile its blocks instead" in said
-    assert totals.gradient_arrival.together == 1.0
+    assert totals.gradient_arrival.single_node_share == 1.0
     assert totals.gradient_arrival.first_gradient > 0.75
 
 
@@ -155,4 +155,4 @@ def test_an_ordinary_backward_is_not() -> None:
     said, totals = trained(model, model)
     assert "compile" not in said
     assert 0 < totals.gradient_arrival.first_gradient < 0.75
-    assert totals.gradient_arrival.together == 0.0
+    assert totals.gradient_arrival.single_node_share == 0.0

@@ -19,8 +19,8 @@ from tidegate.agent.optimizer.state_dicts import ARRAYS
 from tidegate.agent.parameters.shards import is_divided, shard_of, wrap_like
 from tidegate.errors import ConfigError
 
-NAMES = ("step", *ARRAYS)
-"""Names in an entry that belong to the engine; other names are the user's."""
+ENGINE_KEYS = ("step", *ARRAYS)
+"""Keys of an entry that belong to the engine; other keys are the user's."""
 REMEDY = (
     "The state is in the engine, and optimizer.state is a view of it. To change it, take state = "
     "optimizer.state_dict(), change this copy, and call optimizer.load_state_dict(state). To reset it, call "
@@ -72,9 +72,9 @@ class OffloadedTensor(torch.Tensor):
             return cls._view(func, args, kwargs)
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write and _any_of_state(given):
+            if argument.alias_info is not None and argument.alias_info.is_write and _has_state_tensor(given):
                 raise ConfigError(f"{func} would write to a tensor of optimizer.state. {REMEDY}")
-        return func(*map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+        return func(*map(_with_values, args), **{name: _with_values(value) for name, value in kwargs.items()})
 
     @classmethod
     def _view(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -119,18 +119,18 @@ class OffloadedTensor(torch.Tensor):
         return self._read()
 
 
-def _any_of_state(given: Any) -> bool:
+def _has_state_tensor(given: Any) -> bool:
     """Whether an argument, or an element of it, is a tensor of the state."""
     return any(isinstance(value, OffloadedTensor) for value in (given if isinstance(given, (list, tuple)) else [given]))
 
 
-def _real(value: Any) -> Any:
+def _with_values(value: Any) -> Any:
     """The argument with the values of the state in place of its lazy tensors."""
     if isinstance(value, OffloadedTensor):
         return value._read()
     if is_divided(value):
-        return wrap_like(value, _real(shard_of(value)))
-    return type(value)(map(_real, value)) if isinstance(value, (list, tuple)) else value
+        return wrap_like(value, _with_values(shard_of(value)))
+    return type(value)(map(_with_values, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -143,17 +143,17 @@ class StateEntry(dict[str, Any]):
     """The entry of one parameter. Users may add keys; the keys of the engine cannot be changed."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in NAMES:
+        if name in ENGINE_KEYS:
             _refuse_unless(_is_same(self.get(name), value), f"state[parameter][{name!r}] = …")
         else:
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        _refuse_unless(name not in NAMES, f"del state[parameter][{name!r}]")
+        _refuse_unless(name not in ENGINE_KEYS, f"del state[parameter][{name!r}]")
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        _refuse_unless(name not in NAMES or name not in self, f"state[parameter].pop({name!r})")
+        _refuse_unless(name not in ENGINE_KEYS or name not in self, f"state[parameter].pop({name!r})")
         return super().pop(name, *default)
 
     def popitem(self) -> NoReturn:
@@ -161,7 +161,7 @@ class StateEntry(dict[str, Any]):
         raise AssertionError
 
     def clear(self) -> None:
-        _refuse_unless(not any(name in NAMES for name in self), "state[parameter].clear()")
+        _refuse_unless(not any(name in ENGINE_KEYS for name in self), "state[parameter].clear()")
         super().clear()
 
     def setdefault(self, name: str, default: Any = None) -> Any:
@@ -204,7 +204,7 @@ class OffloadedState(defaultdict[Any, Any]):
         """Removes the engine's keys from the entries of these parameters; the user's keys stay."""
         for param in params:
             entry = self.get(param, {})
-            for name in set(entry) & set(NAMES):
+            for name in set(entry) & set(ENGINE_KEYS):
                 dict.__delitem__(entry, name)
 
     def reset_entries(self, users: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -264,15 +264,15 @@ class OffloadedState(defaultdict[Any, Any]):
         now = self.get(key, {})
         if value is now:
             return
-        theirs = {name: given for name, given in value.items() if name in NAMES}
-        if any(name in NAMES for name in now) and not theirs:
+        theirs = {name: given for name, given in value.items() if name in ENGINE_KEYS}
+        if any(name in ENGINE_KEYS for name in now) and not theirs:
             self._reset([key])
         else:
-            mine = {name: kept for name, kept in now.items() if name in NAMES}
+            mine = {name: kept for name, kept in now.items() if name in ENGINE_KEYS}
             same = theirs.keys() == mine.keys() and all(_is_same(theirs[name], mine[name]) for name in mine)
             _refuse_unless(same, "state[parameter] = {…}")
         entry = self[key]
-        for name in set(entry) - set(value) - set(NAMES):
+        for name in set(entry) - set(value) - set(ENGINE_KEYS):
             del entry[name]
         entry.update(user_entries(value))
 
@@ -287,7 +287,9 @@ class OffloadedState(defaultdict[Any, Any]):
         if key not in self:
             return super().pop(key, *default)
         entry = (
-            {name: _real(value) for name, value in self[key].items()} if isinstance(key, torch.Tensor) else self[key]
+            {name: _with_values(value) for name, value in self[key].items()}
+            if isinstance(key, torch.Tensor)
+            else self[key]
         )
         del self[key]
         return entry
@@ -344,7 +346,7 @@ class OffloadedState(defaultdict[Any, Any]):
 
 def user_entries(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a parameter's state that belong to the user, not to the engine."""
-    return {name: value for name, value in entry.items() if name not in NAMES}
+    return {name: value for name, value in entry.items() if name not in ENGINE_KEYS}
 
 
 def _refuse_unless(allowed: bool, what: str) -> None:

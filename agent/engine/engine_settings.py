@@ -1,0 +1,28 @@
+"""The settings of an engine, which stay the same during its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidegate.agent.gradients.accumulation import Accumulation
+from tidegate.agent.gradients.gradients import Mode
+from tidegate.plan import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of one engine. Those that `Offload` has, too, are explained there."""
+
+    num_slots: int
+    """Staging slots on the device."""
+    host_slots: int = 3
+    """Staging slots in host memory for each path."""
+    cpu_threads: int
+    policy: Policy = "interleaved"
+    gradients: Mode = "keep"
+    accumulation: Accumulation = "device"
+    gradient_memory_bytes: int = 0
+    headroom_bytes: int = 0
+    early_gradients: bool = True
+    """Whether gradients that autograd has accumulated are final, so that they may be copied before `step()`."""
+    watchdog_seconds: float = 120.0

@@ -1,0 +1,50 @@
+"""Opens the gates of gradients as they arrive, keeps the order of their arrival for the next plan, and finds copies of
+gradients that have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.op_runner import MemoryRunner
+from tidegate.agent.gradients.gradients import Gradients
+from tidegate.agent.parameters.subgroups import Layout
+
+
+class GradientGates:
+    """The gates `gradient` of the plan in flight. `layouts`: the list of the engine, which appends to it."""
+
+    def __init__(
+        self, executor: Executor, runner: MemoryRunner, gradients: Gradients, layouts: Sequence[Layout]
+    ) -> None:
+        self._executor, self._runner, self._gradients, self._layouts = executor, runner, gradients, layouts
+        self._last_order: tuple[int, ...] = ()
+        self._arrived: dict[int, None] = {}
+        """Subgroups in the order in which their gradients arrived in this step (an ordered set): the next plan expects
+        the same order."""
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """Subgroups in the order in which their gradients arrived in the last step; None unless all arrived."""
+        return self._last_order if len(self._last_order) == len(self._layouts) else None
+
+    def begin_plan(self) -> None:
+        """Forgets the arrivals of the last plan."""
+        self._arrived.clear()
+
+    def open(self, subgroups: Sequence[int]) -> None:
+        """Opens the gates of these subgroups, and takes note of their order."""
+        self._arrived.update(dict.fromkeys(subgroups))
+        if subgroups:
+            self._executor.gradient_ready(subgroups)
+
+    def stale_copies(self) -> list[int]:
+        """Ids of early GRAD_D2H ops that copied a gradient which has changed since. Only in mode `keep`."""
+        return [
+            op.id for op in self._executor.done_early()
+            if self._runner.copied.get(op.subgroup) != self._gradients.records_of(self._layouts[op.subgroup])
+        ] if self._gradients.mode == "keep" else []  # fmt: skip
+
+    def end_step(self) -> None:
+        """Keeps the order of this step for the next plan."""
+        self._last_order = tuple(self._arrived)

@@ -1,0 +1,47 @@
+"""The plan that is being executed, from its start to the result of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from tidegate.agent.engine.op_runner import StepInputs
+from tidegate.agent.engine.step_result import StepResult
+from tidegate.plan import Plan
+from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.ops import OpKind
+from tidegate.timeline.timeline import Span
+
+READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)
+WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)
+
+
+def gradient_reads(plan: Plan) -> list[int]:
+    """The subgroup of each op that reads gradients where the framework has put them, once per op."""
+    return [op.subgroup for op in plan.of_kind(*READS_GRADIENT) if not op.spilled]
+
+
+@dataclass
+class PlanInFlight:
+    """The plan that is being executed. `inputs` is set when `step()` begins, `stepped` when the norm is known."""
+
+    plan: Plan
+    effective: EffectiveKnobs
+    began: float
+    """Start of the plan, in seconds on the monotonic clock."""
+    inputs: StepInputs | None = None
+    stepped: tuple[int, ...] | None = None
+    """Numbers of the parameters that this step updates."""
+
+    def weight_writes(self, subgroups: Container[int]) -> list[int]:
+        """Ids of the ops that write the weights of these subgroups on the device."""
+        return [op.id for op in self.plan.of_kind(*WRITES_WEIGHT) if op.subgroup in subgroups]
+
+    def result(self, spans: Sequence[Span], skipped: bool, dropped: Sequence[Span]) -> StepResult:
+        """The result of the step, whose ops have all ended. `dropped`: spans of the plans that were dropped before."""
+        inputs = self.inputs
+        assert inputs is not None, "the step has begun"
+        return StepResult(
+            self.plan, (*dropped, *spans), skipped, inputs.grad_norm, self.effective, self.stepped or (),
+            len(dropped), inputs.bad_params, inputs.skip,
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""How far the execution of one plan has come: which ops are pending, running and issued, and which gates are open."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from tidegate.agent.devices.base import Event
+from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedOp:
+    """An op that was issued to its lane: its end, the bytes that it moved and the elements that it updated or read."""
+
+    event: Event
+    nbytes: int
+    numel: int
+
+
+@dataclass(slots=True, eq=False)
+class RunningOp:
+    """An op in progress. `since`: when it began or, if later, when the op before it in its lane ended (clock seconds).
+    `begun`: its work is queued, and the next op of the lane may begin."""
+
+    op: Op
+    since: float
+    begun: bool = False
+
+
+@dataclass
+class PlanProgress:
+    """All mutable state of one plan that is being executed; guarded by the clock's lock."""
+
+    plan: Plan
+    pending: dict[str, deque[Op]]
+    issued: dict[int, IssuedOp] = field(default_factory=dict)
+    history: list[tuple[Op, IssuedOp]] = field(default_factory=list)
+    running: dict[str, deque[RunningOp]] = field(default_factory=dict)
+    """Ops in progress by lane, first to last; lanes without any are left out."""
+    gradients: set[int] = field(default_factory=set)
+    """Subgroups whose gate `gradient` is open."""
+    stepping: bool = False
+    """Whether the gate `step` is open."""
+    recopying: set[int] = field(default_factory=set)
+    """Subgroups whose gradient must be copied again before they are updated."""
+    recopied: dict[int, Event] = field(default_factory=dict)
+    """Ends of the repeated gradient copies, by subgroup."""
+    skipped: bool = False
+    error: BaseException | None = None
+
+    def gate_open(self, op: Op) -> bool:
+        """Whether the gate of this op is open."""
+        match op.gate:
+            case "gradient":
+                return self.stepping or op.subgroup in self.gradients
+            case "step":
+                return self.stepping
+        return True
+
+    def may_run(self, op: Op) -> bool:
+        """Whether the gate of this op is open, and all its dependencies are issued."""
+        # Plans leave out dependencies that follow from the order of a lane, and a repeated copy breaks this order.
+        if op.kind is OpKind.CPU_UPDATE and op.subgroup in self.recopying:
+            return False
+        return self.gate_open(op) and all(dep in self.issued for dep in op.deps)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is running, and nothing is pending or an error stops the rest."""
+        return not self.running and (self.error is not None or not any(self.pending.values()))
+
+    def is_any_running(self, ids: Collection[int]) -> bool:
+        """Whether an op with one of these ids is running."""
+        return any(op.op.id in ids for running in self.running.values() for op in running)
+
+    def drop_pending(self) -> None:
+        """Drops the ops that have not begun."""
+        for queue in self.pending.values():
+            queue.clear()

@@ -1,0 +1,50 @@
+"""The block of memory that holds the state of one subgroup: its arrays, their addresses, and its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tidegate.agent.parameters.subgroups import Layout
+from tidegate.kernels import WeightFormat
+
+PAGE_BYTES = 4096
+"""Host buffers that are copied to and from storage paths are multiples of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateAddresses:
+    """Addresses of the three arrays in one block of state; `aux` (remainder or fp32 master) is 0 when the format has
+    none."""
+
+    exp_avg: int
+    exp_avg_sq: int
+    aux: int
+
+
+def state_addresses(layout: Layout, block: int) -> StateAddresses:
+    """The addresses of the arrays in the block of state that begins at address `block`."""
+    n = layout.numel
+    return StateAddresses(block, block + 4 * n, block + 8 * n if layout.format.aux_bytes else 0)
+
+
+def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[str, torch.Tensor]:
+    """The named arrays in one block of state: views of `block`, a tensor of bytes, of `numel` elements each."""
+    n = numel
+    arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
+    if weight == WeightFormat.BF16_REMAINDER:
+        arrays["remainder"] = block[8 * n : 10 * n].view(torch.int16)
+    elif weight.aux_bytes:
+        arrays["master"] = block[8 * n : 12 * n].view(torch.float32)
+    return arrays
+
+
+def state_buffer_bytes(layout: Layout) -> int:
+    """Bytes of the subgroup's state buffer in host memory, in whole pages."""
+    return whole_pages(layout.numel * layout.format.state_bytes)
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

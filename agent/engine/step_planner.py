@@ -1,0 +1,188 @@
+"""Makes the plan of each step from the knobs, and takes the memory and the space on paths that the plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from tidegate.agent.engine.engine_settings import EngineSettings
+from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
+from tidegate.agent.engine.residency import Residences
+from tidegate.agent.parameters.subgroups import Layout
+from tidegate.errors import PathFull, PathUnusable
+from tidegate.plan import Placement, Plan, make_plan, place_subgroups, verify
+from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.ops import Processor, Residence, is_path
+from tidegate.plan.path_times import PathOpTimes
+from tidegate.plan.tasks import StepOrder
+from tidegate.plan.tier_split import PathSpeeds
+
+MAX_PLANS = 16
+
+
+class StepPlanner:
+    """Plans the steps of one engine. `shards`: the list of the engine, which appends to it."""
+
+    def __init__(
+        self,
+        memory: StateMemory,
+        residences: Residences | None,
+        shards: Sequence[torch.Tensor],
+        settings: EngineSettings,
+        host_slots: Mapping[str, int],
+    ) -> None:
+        """`residences`: None without storage paths. `host_slots`: number of staging slots in host memory by path."""
+        self.subgroups = tuple(layout.subgroup() for layout in memory.layouts)
+        self._memory, self._residences, self._shards = memory, residences, shards
+        self._settings, self._host_slots = settings, host_slots
+        self._plans: dict[Hashable, Plan] = {}
+        """Cache of plans by the inputs of the planner, except for the order of gradients: a plan keeps the order that
+        was expected when it was made."""
+        self._step_delay = StepDelay()
+        self._path_speeds = StablePathSpeeds()
+
+    def extend(self, layouts: Sequence[Layout]) -> None:
+        """Appends subgroups."""
+        self.subgroups += tuple(layout.subgroup() for layout in layouts)
+        self._plans.clear()
+
+    @property
+    def step_at(self) -> float:
+        """Seconds from the start of a plan after which the plan expects `step()`."""
+        return self._step_delay.step_at
+
+    @property
+    def path_speeds(self) -> Mapping[str, PathSpeeds] | None:
+        """Speeds of the paths, by which the planner orders ops on paths; None without paths."""
+        store = self._memory.store
+        return None if store is None else dict(self._path_speeds.speeds or store.speeds)
+
+    def observe_step_delay(self, seconds: float) -> None:
+        """Takes note that `step()` came so many seconds after the start of its plan. Only storage paths use this."""
+        if self._memory.store is not None:
+            self._step_delay.observe(seconds)
+
+    def place_new_subgroups(self, effective: EffectiveKnobs) -> None:
+        """Places subgroups that were never updated as the knobs want it."""
+        if self._residences is not None:
+            placed = self._place(effective)
+            residences = self._residences
+            self._retry_on_path_failure(
+                lambda: self._memory.place_new_subgroups(
+                    residences.next_residences(self.subgroups, placed, effective)[0]
+                )
+            )
+
+    def stage(self, effective: EffectiveKnobs) -> None:
+        """Allocates the staging memory of the next plan ahead of time, as far as the plan is known."""
+        lives = self._memory.residence
+        placed = self._place(effective)
+        spilled = self._memory.spilled(placed, self._gradient_room(placed))
+        stay = [now if is_path(now) and then == "host" else then for now, (_, then) in zip(lives, placed, strict=True)]
+        self._memory.stage([self._placement(i, placed[i][0], stay[i], spilled[i]) for i in range(len(placed))])
+
+    def prepare(self, effective: EffectiveKnobs, gradient_order: tuple[int, ...] | None) -> tuple[Plan, int]:
+        """Makes the plan of the next step, and allocates all memory and all space on paths that it needs.
+
+        Returns the plan, and the bytes that gradients may take on the device until they are used. gradient_order: the
+        subgroups in the order in which their gradients are expected; None if that is unknown.
+        """
+        placed = self._place(effective)
+        room_bytes = self._gradient_room(placed)
+        spilled = self._memory.spilled(placed, room_bytes)
+        plans: list[Plan] = []
+
+        def attempt() -> None:
+            after, order = self._next_residences(placed, effective)
+            placements = tuple(
+                self._placement(i, processor, after[i], spilled[i]) for i, (processor, _) in enumerate(placed)
+            )
+            self._memory.prepare(placements)
+            plans.append(self._plan(placements, order, gradient_order))
+
+        self._retry_on_path_failure(attempt)
+        return plans[0], room_bytes
+
+    def check(self, effective: EffectiveKnobs, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
+        """Checks that these knobs, with `more` subgroups, work here: MemoryBudgetError, KnobError or CapacityError with
+        figures if the device, host memory or the paths cannot hold the state."""
+        subgroups = [*self.subgroups, *(layout.subgroup() for layout in more)]
+        weights = sum(s.nbytes("weight") for s in subgroups)
+        if self._settings.gradients == "keep":
+            gradients = sum(s.nbytes("gradient") for s in subgroups)
+        else:
+            # Gradients are released as they arrive: a backward needs room for the gradient of the largest parameter.
+            gradients = max((p.numel() * p.element_size() for p in self._shards), default=0)
+        self._memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
+        if self._residences is not None:
+            self._residences.check(subgroups, effective)
+            self._memory.check_host(effective.host_cache_bytes)
+
+    def _place(self, effective: EffectiveKnobs) -> tuple[tuple[Processor, Residence], ...]:
+        """Processor and residence (device or host) of each subgroup, as the knobs place it."""
+        return place_subgroups(len(self.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
+
+    def _next_residences(
+        self, placed: Sequence[tuple[Processor, Residence]], effective: EffectiveKnobs
+    ) -> tuple[list[Residence], StepOrder]:
+        if self._residences is None:
+            return [residence for _, residence in placed], "ascending"
+        return self._residences.next_residences(self.subgroups, placed, effective)
+
+    def _placement(self, subgroup: int, processor: Processor, after: Residence, spilled: bool) -> Placement:
+        before = self._memory.residence[subgroup]
+        placed = Placement(processor, before, after, self._memory.mirror_valid[subgroup], spilled)
+        if not placed.uses_host_slot:
+            return placed
+        # The host slot has room for the gradient, too, but in mode `release` a gradient cannot wait for a free slot.
+        in_slot = processor == "cpu" and self._settings.gradients == "keep"
+        return replace(placed, mirror_valid=False, grad_in_slot=in_slot)
+
+    def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
+        """Bytes that gradients may take on the device until they are used: in mode `keep` all of them, as they belong
+        to the framework."""
+        if self._settings.gradients == "keep":
+            return sum(s.nbytes("gradient") for s in self.subgroups)
+        weights = sum(s.nbytes("weight") for s in self.subgroups)
+        left = self._memory.device.capacity_bytes - self._settings.headroom_bytes - weights
+        room = left - sum(self._memory.state_bytes_on_device(placed))
+        return min(room, self._settings.gradient_memory_bytes or room)
+
+    def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
+        """Calls `attempt`, which places subgroups, again while a path turns out to be full or unusable: the store then
+        gives this path less, and `attempt` divides the subgroups again.
+
+        CapacityError when the paths are too small, or the error of the last path.
+        """
+        for _ in range(2 * len(self._host_slots)):  # each path may first be full, then fail
+            with suppress(PathFull, PathUnusable):
+                attempt()
+                return
+        attempt()
+
+    def _plan(
+        self, placements: tuple[Placement, ...], order: StepOrder, gradient_order: tuple[int, ...] | None
+    ) -> Plan:
+        """The plan from the cache, or a new plan that is verified."""
+        if self._memory.store is not None:
+            self._path_speeds.observe(self._memory.store.speeds)
+        settings, step_at = self._settings, self._step_delay.step_at
+        # Other policies do not use time estimates.
+        speeds = self._path_speeds.speeds if settings.policy == "interleaved" else {}
+        key = (placements, order, step_at, tuple(speeds.items()))
+        if key not in self._plans:
+            plan = make_plan(
+                self.subgroups, placements, num_slots=settings.num_slots, policy=settings.policy,
+                grad_on_host_order=gradient_order, norms="gradient" if settings.gradients == "release" else "step",
+                host_slots=self._host_slots, order=order, rates=PathOpTimes(speeds) if speeds else None,
+                step_at=step_at,
+            )  # fmt: skip
+            verify(plan)
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return self._plans[key]

@@ -1,0 +1,58 @@
+"""Whether an engine can be used: not in a forked child, and not after a failure that left weights or state
+incomplete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tidegate.agent.engine.executor import Executor
+from tidegate.errors import EngineError
+
+
+class Usability:
+    """Whether one engine can be used, and if not, the reason."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._pid = os.getpid()
+        self.problem: str | None = None
+        """Why the engine cannot be used until a whole state is loaded; None when it can be used."""
+
+    @property
+    def is_in_own_process(self) -> bool:
+        """False in a forked child that has inherited the engine."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the engine can step and be read."""
+        return self.problem is None and self.is_in_own_process
+
+    def require_loadable(self) -> None:
+        """EngineError when the engine cannot be used even after a whole state is loaded."""
+        if not self.is_in_own_process or self._executor.closed:
+            self.require()
+        if self._executor.stuck:
+            raise EngineError(f"A lane is stuck ({self.problem}) and may still use its memory: build a new optimizer.")
+
+    def require(self) -> None:
+        """EngineError with the reason when the engine cannot step or be read."""
+        if not self.is_in_own_process:
+            raise EngineError("This optimizer belongs to the parent process; a forked child cannot step it.")
+        if self.problem:
+            raise EngineError(
+                f"This optimizer is not usable: {self.problem}. "
+                "Load weights and state of a checkpoint, or build a new one."
+            )
+
+    @contextmanager
+    def replacing_state(self) -> Iterator[None]:
+        """Context manager in which the state is replaced: if that fails half-way, the engine is not usable until a
+        whole state is loaded."""
+        try:
+            yield
+        except BaseException as error:
+            self.problem = f"loading its state failed: {type(error).__name__}: {error}"
+            raise

@@ -1,0 +1,55 @@
+"""Notices the backward passes of a training: records them as phases, and examines their autograd graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from tidegate.agent.engine.phases import PhaseRecorder
+from tidegate.agent.optimizer.gradient_arrival import single_node_share
+
+GRAPH_CHECK_INTERVAL: Final = 16
+"""The autograd graph is examined (see `single_node_share`) in every so many-th step and in the first four steps. This
+takes about 0.2 ms."""
+
+NO_BACKWARD: Final = -1
+"""The id that autograd gives for the current backward pass when no backward pass is running."""
+
+
+class BackwardPasses:
+    """The backward passes of one optimizer's parameters."""
+
+    def __init__(self, phases: PhaseRecorder) -> None:
+        self._phases = phases
+        self._id = NO_BACKWARD
+        """Id of the last backward pass that was noticed."""
+        self._single_node_share = 0.0
+        """`StepPhases.single_node_share` of the last backward pass whose graph was examined."""
+
+    def is_noticed(self, backward_id: int) -> bool:
+        """Whether `began` was called in this backward pass, and the phase `backward` has not ended since."""
+        return self._id == backward_id and self._phases.current == "backward"
+
+    def began(self, param_groups: Sequence[Mapping[str, Any]], num_steps: int) -> None:
+        """To be called inside a backward pass: begins the phase `backward`, which lasts until the pass ends."""
+        self._phases.enter("backward")
+        backward_id = torch._C._current_graph_task_id()
+        if backward_id != self._id:
+            self._id = backward_id
+            if num_steps < 4 or num_steps % GRAPH_CHECK_INTERVAL == 0:
+                self._single_node_share = _share_of_current_pass(param_groups)
+            self._phases.single_node_share = self._single_node_share
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        if self._phases.current == "backward":
+            self._phases.enter("other")
+
+
+def _share_of_current_pass(param_groups: Sequence[Mapping[str, Any]]) -> float:
+    """`single_node_share` of these parameters in the backward pass that is running."""
+    node = torch._C._current_autograd_node()
+    params = [param for group in param_groups for param in group["params"] if param.requires_grad]
+    return single_node_share(node, params) if node is not None else 0.0

@@ -1,0 +1,393 @@
+"""The base of optimizers whose state is kept by an engine: the engine, its parameters and their changes, its knobs, and
+its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn, Self
+
+import torch
+
+from tidegate.agent.checkpoints.optimizer_checkpoints import OptimizerCheckpoints
+from tidegate.agent.cleanup import close_all
+from tidegate.agent.devices.base import Device
+from tidegate.agent.devices.selection import choose_device, warn_if_emulated
+from tidegate.agent.engine.engine import Engine
+from tidegate.agent.engine.phases import PhaseRecorder
+from tidegate.agent.gradients.accumulation import check_fits
+from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.optimizer import state_dicts
+from tidegate.agent.optimizer.auto_knobs import AutoValues, as_knob_values
+from tidegate.agent.optimizer.backward_passes import NO_BACKWARD, BackwardPasses
+from tidegate.agent.optimizer.compile_exclusion import exclude_from_compilation
+from tidegate.agent.optimizer.engine_builder import build_engine, layouts_of
+from tidegate.agent.optimizer.host_cache import automatic_cache_bytes
+from tidegate.agent.optimizer.ineffective_steps import IneffectiveStepWarnings, param_namer
+from tidegate.agent.optimizer.listeners import AttachmentListener, RebuildListener
+from tidegate.agent.optimizer.offload import Offload, as_offload
+from tidegate.agent.optimizer.state_transfer import (
+    ParameterMapping,
+    check_transferable,
+    gather_for_transfer,
+    transfer_backward_flags,
+    warn_of_removed,
+)
+from tidegate.agent.optimizer.state_view import OffloadedState
+from tidegate.agent.optimizer.step_guard import StepGuard
+from tidegate.agent.optimizer.step_results import StepResultQueue
+from tidegate.agent.parameters.ownership import claim, release_ownership
+from tidegate.agent.parameters.parameter_identity import ParameterRecords, name_of
+from tidegate.agent.parameters.shards import LocalShard, shard_of
+from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
+from tidegate.knobs.knobs import Knobs, KnobValue, Off
+from tidegate.plan.effective_knobs import EffectiveKnobs
+
+log = logging.getLogger("tidegate")
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer with an engine that keeps its state and runs its updates.
+
+    Its parameters may be moved, converted, replaced, added or put into other groups, and its knobs may change, while
+    training runs.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], offload: Offload | None) -> None:
+        """params, defaults: as in `torch.optim.Optimizer`. Raises as `AdamW` does."""
+        if isinstance(params, torch.Tensor):
+            raise TypeError(f"params must be an iterable of tensors or dicts, but is one {torch.typename(params)}.")
+        params = list(params)
+        if not params:
+            raise ParameterError("The optimizer got no parameters: pass model.parameters().")
+        super().__init__(params, defaults)
+        exclude_from_compilation()
+        self.offload = as_offload(offload)
+        self.num_steps = 0
+        """Number of calls of `step()` with gradients, continued from a loaded state."""
+        self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
+        self._steps = [0] * len(self._params)
+        self._pid = os.getpid()
+        self._why_closed = "it was closed"
+        check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
+        claim(self, self._params)
+        self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
+        warn_if_emulated(self.device)
+        layouts = layouts_of(self.param_groups, self.offload)
+        self.knobs = self.offload.knobs()
+        self._auto = AutoValues(
+            cache_bytes=automatic_cache_bytes(self.offload, list(map(shard_of, self._params)), layouts)
+        )
+        try:
+            self.engine = build_engine(self._params, layouts, self.device, self.offload, self._effective(self.knobs))
+        except BaseException:
+            release_ownership(self, self._params)
+            raise
+        self._param_records = ParameterRecords(self._params)
+        self._has_stepped = False
+        """Whether there was an update: from then on, parameters may no longer change device, dtype, shape or
+        strides."""
+        self.phases = PhaseRecorder(self.device.take_peak_bytes)
+        self._step_results = StepResultQueue(self.engine, self.phases)
+        self._ineffective = IneffectiveStepWarnings(param_namer(self))
+        self._ineffective.watch(len(self._params))
+        self.observers = self._step_results.observers
+        """Called in the training thread with the result of each update: at the end of `step()`, or later if the update
+        is still running then."""
+        self.observers.append(self._ineffective.observe)
+        self.attachment: AttachmentListener | None = None
+        self.overlap: RebuildListener | None = None
+        self.background = False
+        """Whether `step()` returns as soon as the update is certain, and the update continues in the background. See
+        `overlap_forward`."""
+        self._step_guard = StepGuard()
+        self._backward_passes = BackwardPasses(self.phases)
+        self._moves_checked_in = NO_BACKWARD
+        """Id of the last backward pass at whose first gradient all parameters were checked for moves."""
+        self._checkpoints = OptimizerCheckpoints(self.engine, self.phases)
+        try:
+            self.check_knobs(self.knobs)
+            self.apply_knobs(self.knobs)
+        except BaseException:
+            self.close()
+            raise
+        self.engine.gradients.watch(self.gradient_arrived)
+
+    def wait(self) -> None:
+        """Waits until all weights are updated; needed where `step()` returns earlier (`tidegate.overlap_forward`)."""
+        with self.phases.exposed():
+            self._step_results.wait_for_update()
+        self._step_results.deliver(background=self.background)
+
+    # ---- arrival of gradients
+
+    def backward_began(self, *_: Any) -> None:
+        """To be called by hooks inside a backward pass: begins the phase `backward`, which lasts until the pass
+        ends."""
+        self._backward_passes.began(self.param_groups, self.num_steps)
+
+    def gradient_arrived(self, param: int) -> None:
+        """To be called when the backward pass has written `.grad` of the parameter with this number: by autograd's
+        hooks, and by code that writes `.grad` in hooks of its own. This runs for each gradient, so it must be cheap."""
+        task = torch._C._current_graph_task_id()
+        if task != self._moves_checked_in or self._param_records.was_moved(param):
+            self._moves_checked_in = task
+            number = self._current_number(param)
+            if number is None:
+                return
+            param = number
+        if task != NO_BACKWARD and not self._backward_passes.is_noticed(task):
+            self.backward_began()
+        began = time.monotonic()
+        self.phases.gradient_arrived(began)
+        try:
+            if self.engine.running:
+                self._step_results.wait_for_update()
+            self.engine.gradient_accumulated(param)
+        finally:
+            self.phases.blocked(time.monotonic() - began)
+
+    # ---- knobs
+
+    def check_knobs(self, knobs: Knobs) -> None:
+        """MemoryBudgetError or CapacityError with figures when these knobs do not fit, KnobError when they name a path
+        that this run does not have. Safe from any thread."""
+        self.engine.planner.check(self._effective(knobs), self.offload.headroom_bytes)
+
+    def apply_knobs(self, knobs: Knobs) -> None:
+        """Sets the knobs, from the next step on. Between steps only."""
+        self.knobs = knobs
+        self.engine.effective = self._effective(knobs)
+        self.engine.stage()
+
+    def set_auto(
+        self, *, stride: float | Off | None = None, alternate: bool | None = None, cache_bytes: int | None = None
+    ) -> None:
+        """Sets the values that `auto` stands for, from the next step on; None leaves a value unchanged.
+
+        MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
+        """
+        before = self._auto
+        self._auto = before.changed(stride, alternate, cache_bytes)
+        try:
+            self.check_knobs(self.knobs)
+        except ConfigError:
+            self._auto = before
+            raise
+        self.apply_knobs(self.knobs)
+
+    def effective_knobs(self) -> dict[str, KnobValue]:
+        """The knob values that the engine uses now, with those of storage paths if the run has paths."""
+        residences = self.engine.residences
+        return as_knob_values(self.engine.effective, None if residences is None else residences.counts)
+
+    def _effective(self, knobs: Knobs) -> EffectiveKnobs:
+        return self._auto.effective(knobs, self.offload.policy)
+
+    def automatic_cache_bytes(self) -> int:
+        """Bytes that `auto` allows for the host cache, from the host memory that is free now or taken by this
+        optimizer."""
+        held_bytes = sum(self.engine.memory.host_bytes().values())
+        return automatic_cache_bytes(self.offload, self.engine.shards, self.engine.layouts, held_bytes)
+
+    # ---- the state of single parameters
+
+    _state: Any
+    """An `OffloadedState`, except while torch packs a state dict: then a plain dictionary of values."""
+
+    @property
+    def state(self) -> Any:
+        """The state, as in torch: a lazy view of the offloaded state, see `OffloadedState`."""
+        return self._state
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if "_state" not in self.__dict__:
+            self._state = OffloadedState(self)
+        self._state.replace(given)
+
+    def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """All state of one parameter, read from where it is stored."""
+        self.wait()
+        self.engine.require_usable()
+        self.engine.drop_plan()
+        self.engine.weights.adapt_to_edits(reading=True)
+        index = next(number for number, one in enumerate(self._params) if one is param)
+        steps = [step if number == index else 0 for number, step in enumerate(self._steps)]
+        return state_dicts.gather(self.engine, self._params, steps)[index]
+
+    @torch.no_grad()
+    def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
+        """Resets the state of these parameters (None for all) to that of a new optimizer."""
+        if "engine" not in self.__dict__ or not self.engine.usable:
+            return
+        self.wait()
+        self.follow_params()
+        self.engine.drop_plan()
+        wanted = None if params is None else set(map(id, params))
+        updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
+        with DelayInterrupt(), self.engine.replacing_state():
+            state_dicts.reset(self.engine, updated)
+            for number in updated:
+                self._steps[number] = 0
+            self._state.forget([self._params[number] for number in updated])
+
+    def _refresh_state_entry(self, param: int) -> None:
+        """Sets the entry of an updated parameter in `optimizer.state`."""
+        self._state.set_entry(self._params[param], state_dicts.names(self.engine, param))
+
+    def _rebuild_state_view(self, users: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
+        """Rebuilds `optimizer.state`. users: the user's own entries by parameter; None keeps the present ones."""
+        self._state.reset_entries(self._state.user_entries(self._params) if users is None else users)
+        for number, step in enumerate(self._steps):
+            if step:
+                self._refresh_state_entry(number)
+
+    # ---- parameters that are moved, converted or replaced
+
+    def follow_params(self) -> None:
+        """Adapts to parameters that were moved, converted or replaced; to be called before parameters are used.
+
+        Before the first update, device and engine are rebuilt when parameters are on another device, have another
+        dtype, shape or strides, or are other objects. After it, they are rebuilt when parameters were moved between
+        groups, removed or added, or some were replaced by new ones.
+
+        ParameterError, with nothing changed, for any other change after the first update, and where state or gradients
+        cannot be transferred.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        moved = self._param_records.first_moved(params) if self.engine.usable else None
+        if moved is None:
+            return
+        fixed = self._has_stepped and not self._param_records.can_be_regrouped(params)
+        if fixed or any(isinstance(param, LocalShard) for param in self._params):
+            raise self._param_records.refusal(self.param_groups, moved)
+        self._rebuild_engine(params, name_of(self.param_groups, moved))
+
+    def _current_number(self, param: int) -> int | None:
+        """Calls `follow_params`, and returns the new number of the parameter; None when it is in no group any more."""
+        whole = self._params[param]
+        self.follow_params()
+        if param < len(self._params) and self._params[param] is whole:
+            return param
+        return next((number for number, one in enumerate(self._params) if one is whole), None)
+
+    def _rebuild_engine(self, params: list[torch.nn.Parameter], moved: str) -> None:
+        """Builds engine and device again for the present `params`, and transfers settings, state, hooks and
+        attachment."""
+        self._step_results.wait_for_update()
+        mapping = ParameterMapping(params, self._params)
+        check_transferable(self.engine, any(self._steps), moved, self._param_records.are_reordered(params))
+        claim(self, params)
+        shards = [shard_of(param) for param in params]
+        check_fits(shards, self.offload.accumulation)
+        self.engine.drop_plan()
+        state = mapping.remap(gather_for_transfer(self.engine, self._params, self._steps))
+        warn_of_removed(mapping, self._steps)
+        device = choose_device(self.offload, shards)
+        try:
+            self._checkpoints.finish()
+            self.engine.close()
+            engine = build_engine(
+                params, layouts_of(self.param_groups, self.offload), device, self.offload, self._effective(self.knobs)
+            )
+            transfer_backward_flags(self.engine, engine)
+            release_ownership(self, [self._params[number] for number in mapping.removed])
+            self._set_engine(params, device, engine, mapping.steps(self._steps))
+            self.check_knobs(self.knobs)
+            self.apply_knobs(self.knobs)
+            if state:
+                state_dicts.scatter(engine, params, state)
+            self._rebuild_state_view()
+        except BaseException:
+            with suppress(Exception):  # the error that is raised is the first one
+                close_all(*([] if self.device is device else [device.close]), self.close)
+            raise
+        if not mapping.changes_nothing and self.overlap is not None:
+            self.overlap.rebuild()
+        if self.attachment is not None:
+            self.attachment.rebuild()
+
+    def _set_engine(self, params: list[torch.nn.Parameter], device: Device, engine: Engine, steps: list[int]) -> None:
+        """Replaces parameters, device, engine and step counts."""
+        self._params, self._steps, self._param_records = params, steps, ParameterRecords(params)
+        self.device, self.engine = device, engine
+        self._ineffective.watch(len(params))
+        self._step_results.engine = self._checkpoints.engine = engine
+        self.phases.take_peak_bytes = device.take_peak_bytes
+        engine.gradients.watch(self.gradient_arrived)
+
+    # ---- life
+
+    def close(self) -> None:
+        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; does nothing in a forked
+        child.
+
+        Waits for a checkpoint that is still being written (Ctrl-C drops it). CheckpointFailed, after all is closed, if
+        the checkpoint could not be completed.
+        """
+        if os.getpid() != self._pid:
+            return
+        try:
+            if self.engine.usable:
+                self.wait()
+        except Exception:
+            log.exception("the last update failed while the optimizer was closed")
+        finally:
+            try:
+                self._checkpoints.finish()
+            finally:
+                self._close()
+        self._checkpoints.raise_if_failed()
+
+    def _close(self) -> None:
+        parts = [part.close for part in (self.overlap, self.attachment) if part is not None]
+        with DelayInterrupt():
+            close_all(
+                *parts,
+                lambda: self.engine.close(self._why_closed),
+                lambda: release_ownership(self, self._params),
+                self._checkpoints.close,
+            )
+
+    @property
+    def is_mid_step(self) -> bool:
+        """Whether closing now would break a step, or lose gradients that have no other copy."""
+        gradients = self.engine.gradients
+        held = gradients.any_released or gradients.any_in_sums or gradients.accumulating
+        return self.engine.usable and (self._step_guard.is_stepping or held)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked child that has inherited the optimizer."""
+        return os.getpid() == self._pid
+
+    def close_for_new_owner(self) -> None:
+        """Closes this optimizer because another one takes its parameters."""
+        self._why_closed = "it was closed when another optimizer took its parameters"
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointFailed:
+            if kind is None:  # else the exception of the block is more important; this one was logged
+                raise
+        except Exception:
+            if kind is None:
+                raise
+            log.exception("the optimizer could not be closed completely")
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "A Tidegate optimizer owns threads and buffers and cannot be copied or pickled; use state_dict()."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
