@@ -21,8 +21,8 @@ _SLURM_COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def local_rank() -> int:
-    """The rank of this process among those of its host, 0 without a launcher. ConfigError if LOCAL_RANK is no whole
-    number."""
+    """The rank of this process among those of its host, 0 without a launcher. Raises ConfigError if the variable
+    LOCAL_RANK is not a whole number."""
     return _environment_int("LOCAL_RANK", 0)
 
 
@@ -51,7 +51,7 @@ def cpu_lane_threads() -> int:
 
 
 def ranks_that_share_host() -> int:
-    """Number of ranks of this training that share the host's memory; 1 for a training of one process."""
+    """Number of ranks of this training that share the memory of this host; 1 for a training with a single process."""
     return ranks_of_host() if Ranks.current().count > 1 else 1
 
 
@@ -81,7 +81,8 @@ def _slurm_tasks_of_node() -> int | None:
 
 
 def _environment_int(name: str, otherwise: int) -> int:
-    """The value of an environment variable that a launcher sets; ConfigError when it is not a whole number."""
+    """The value of an environment variable that a launcher sets, or `otherwise` if it is not set. Raises ConfigError if
+    the value is not a whole number."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}, a whole number is needed: unset {name}, or start with torchrun.")
@@ -90,7 +91,8 @@ def _environment_int(name: str, otherwise: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's rank among `count` ranks. All ranks must call the collectives in the same order."""
+    """This process's rank among `count` ranks. All ranks must call the methods that communicate (collectives) in the
+    same order."""
 
     rank: int = 0
     count: int = 1

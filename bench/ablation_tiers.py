@@ -1,16 +1,18 @@
-"""Claim: host cache, 16-bit weights and gradients, the remainder and several paths each make a step with paths shorter.
+"""Claim: host cache, 16-bit weights and gradients, the remainder, and several paths each shorten a step with storage
+paths.
 
-All on: bf16 weights and gradients, the fp32 master as weight and 16-bit remainder, a cache of a tenth of the state, two
-paths (a disk and memory) with the split that the engine finds, exclusive access. Then each off alone, and all off:
-`no_remainder` has fp16 weights with an fp32 master on the paths, `no_16_bit` has fp32 weights and gradients. Every
-variant trains in a process of its own; rounds are interleaved. `slower_by`: the variant's update by that of all on.
-`state_by_budget`: how many times the host memory for staging slots, cache and mirrors the state is.
+`all_on` has bf16 weights and gradients, the fp32 master as weight and 16-bit remainder, a host cache of a tenth of the
+state, two paths (a disk and memory) with the tier split that the engine finds, and exclusive access to paths. Each
+other variant turns one of these off, and `all_off` all of them. `no_remainder` has fp16 weights with an fp32 master on
+the paths, `no_16_bit` has fp32 weights and gradients. Every variant trains in its own process; rounds are interleaved.
+`slower_by`: update time of the variant divided by that of `all_on`. `state_by_budget`: bytes of state divided by the
+host memory for staging slots, cache and mirrors.
 
-`processes`: several processes on one disk at once, with exclusive access and without: bytes a second of all, how long
-an operation takes (the wait for the lock is not in it), and fairness (Jain's index of their updates' seconds: 1 when
-all take equally long).
+`processes`: several processes on one disk at the same time, with and without exclusive access. Results are the
+throughput of all processes, the time of an operation (without the wait for the lock), and fairness (Jain's index of the
+processes' update times: 1 if all are equal).
 
-The device is emulated and nothing is claimed about a GPU.
+The device is emulated, so that the results say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ from storage.side import Model, Side
 
 WARM_UP = 3
 SUBGROUPS_PER_LAYER = 4
-"""So small that state is several times what host memory holds of it."""
+"""Subgroups of each layer. They are small, so that the host memory for slots and cache is only a fraction of the
+state."""
 STATE_BYTES = {"bfloat16": 10, "float16": 12, "float32": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """`exclusive`: one process of the node at a time on each path."""
+    """A configuration of the training. cached_share: host cache, as a share of the state. exclusive: only one process
+    of the node uses a path at a time."""
 
     dtype: str = "bfloat16"
     cached_share: float = 0.1
@@ -62,7 +66,8 @@ VARIANTS = {
 
 
 def start(stack: ExitStack, name: str, variant: Variant, model: Model, places: dict[str, Path], locks: Path) -> Side:
-    """A training whose paths are folders of its own in the first of `places`."""
+    """Starts the training of one variant in its own process. Each of its paths is a new folder `name` in one of the
+    first `variant.paths` of `places`."""
     paths = {}
     for place, folder in list(places.items())[: variant.paths]:
         (folder / name).mkdir()
@@ -119,7 +124,7 @@ def ablation(folder: Path, memory: Path, options: argparse.Namespace) -> dict[st
 
 
 def budget(host_bytes: dict[str, int]) -> int:
-    """Without gradients, which are in host memory whatever is on and off."""
+    """Bytes of host memory without gradients, which every variant keeps in host memory."""
     return sum(nbytes for kind, nbytes in host_bytes.items() if kind != "gradient")
 
 
@@ -128,7 +133,8 @@ def jain(values: list[float]) -> float:
 
 
 def crowd(folder: Path, exclusive: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """All processes begin a step at once; the next begins when all are done."""
+    """Results of several processes that train at the same time on the same disk. All begin each step together, after
+    the last one has ended the previous step."""
     model = Model(layers=2, width=options.width, dtype="float32")
     kind = Variant(cached_share=0.0, paths=1, exclusive=exclusive, dtype="float32")
     place = folder / ("exclusive" if exclusive else "shared")

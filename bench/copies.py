@@ -1,12 +1,14 @@
-"""Claim: pieces of 64 MiB keep others waiting for under 6 ms and cost an update under 1.2 %; weights gain nothing by a
-lane of their own.
+"""Claim: copies in pieces of 64 MiB let other copies wait less than 6 ms and make an update less than 1.2 % longer; a
+lane of their own for weights gains nothing.
 
-Both are predictions of the simulator, for Llama 7B's 72 subgroups of 100 million 16-bit parameters on one GPU; nothing
-is measured on a GPU. `pieces`: what the update takes longer if each further piece costs its lane as much as a call of
-torch's `copy_` (15 us: pessimistic, calls are made ahead of the GPU), and how long a copy of somebody else waits behind
-one piece. `lane`: WEIGHT_H2D on a lane of its own that shares the link fairly with the other copies to the device, by
-the update as it is now, where it stands in line with them. Each time of the CPU is what the rate says, or up to 30 %
-more (seeded).
+Both parts are predictions of the simulator, for the 72 subgroups of Llama 7B (100 million 16-bit parameters each) on
+one GPU; nothing is measured on a GPU.
+
+* `pieces`: `slower_by` is the relative update time if each further piece costs its lane one call of torch's `copy_` (15
+  us, a pessimistic value, because calls are made ahead of the GPU). `others_wait_ms` is the time that another copy
+  waits behind one piece.
+* `lane`: relative update time if WEIGHT_H2D has its own lane, which shares the link fairly with the other copies to the
+  device. CPU updates take the time of the rate card, or up to 30 % more (random, seeded).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Claim: the CPU update runs at the speed of memory, and beats DeepSpeed's and torch's updates with their casts.
+"""Claim: the CPU update runs at the speed of memory, and is faster than the updates of DeepSpeed and torch with their
+casts.
 
-All sides train bf16 weights from bf16 gradients with an fp32 master. DeepSpeed (cpu_adam) and torch (fused AdamW) need
-three passes: gradient to fp32, update of the master, weight back to bf16. `without_upcast` finds DeepSpeed's fp32
-gradient in place: it still casts the weight down. `stream` reads and writes what our update does, with no arithmetic.
-Rounds are interleaved, so that a noisy machine hurts all alike. DeepSpeed compiles cpu_adam when it is first used.
+All implementations train bf16 weights from bf16 gradients with an fp32 master. DeepSpeed (cpu_adam) and torch (fused
+AdamW) need three passes: gradient to fp32, update of the master, weight back to bf16. `deepspeed_without_upcast` gets
+an fp32 gradient, so that only the weight is cast. `stream` reads and writes the same memory as Tidegate's update,
+without arithmetic. Rounds are interleaved, so that other load on the machine affects all implementations alike.
+DeepSpeed compiles cpu_adam at its first use.
 """
 
 from __future__ import annotations
@@ -51,14 +53,15 @@ def cpu_name() -> str:
 
 
 def last_level_cache_bytes() -> int:
-    """What the first core sees; 32 MiB when the system does not say."""
+    """Size of the last level cache of the first core, in bytes; 32 MiB if the system does not report it."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=32 << 20)
 
 
 def default_numel() -> int:
-    """So many that each fp32 array is 8 times the cache; where memory is short, all arrays of our update together."""
+    """Default number of parameters. Each fp32 array is 8 times the last level cache; if memory is short, only all
+    arrays of Tidegate's update together are."""
     cache = last_level_cache_bytes()
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10
@@ -67,7 +70,7 @@ def default_numel() -> int:
 
 
 def torch_run(master: torch.Tensor, grad: torch.Tensor) -> Run:
-    """bf16 gradient to fp32, fused AdamW on the master, weight back to bf16."""
+    """Torch's update: bf16 gradient to fp32, fused AdamW on the master, weight back to bf16."""
     parameter, weight, wide = torch.nn.Parameter(master.clone()), master.bfloat16(), torch.empty_like(master)
     parameter.grad = wide
     optimizer = torch.optim.AdamW([parameter], LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
@@ -81,7 +84,8 @@ def torch_run(master: torch.Tensor, grad: torch.Tensor) -> Run:
 
 
 def deepspeed_runs(master: torch.Tensor, grad: torch.Tensor) -> dict[str, Run]:
-    """The same three passes around cpu_adam, and without the first one."""
+    """DeepSpeed's updates: the same three passes with cpu_adam, and (`deepspeed_without_upcast`) without the cast of
+    the gradient."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     parameter, weight, wide = torch.nn.Parameter(master.clone()), master.bfloat16(), grad.float()
@@ -100,7 +104,7 @@ def deepspeed_runs(master: torch.Tensor, grad: torch.Tensor) -> dict[str, Run]:
 
 
 def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> dict[str, Run]:
-    """The update in one pass, and the same memory traffic without arithmetic."""
+    """Tidegate's update in one pass, and (`stream`) the same memory traffic without arithmetic."""
     weight, remainder = master.bfloat16(), torch.zeros_like(master, dtype=torch.int16)
     exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     arrays = (weight, remainder, exp_avg, exp_avg_sq, grad)  # held by the closures
@@ -119,7 +123,8 @@ def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> d
 
 
 def interleaved(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Times of each run in seconds, one of each per round, until the rounds or the seconds are used up."""
+    """Times of each run in seconds. Each round runs all of them once, in random order, until `rounds` or `seconds` are
+    used up."""
     for run in runs.values():
         run()
     names, times = list(runs), {name: [] for name in runs}
@@ -147,7 +152,7 @@ def version(name: str) -> str | None:
 
 
 def all_runs(pool: ThreadPool, numel: int) -> tuple[dict[str, Run], str | None]:
-    """Every side by name, and why DeepSpeed is missing when it is."""
+    """All implementations by name, and the reason why DeepSpeed is not measured, or None."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(numel, generator=generator) * 0.02
     grad = (torch.randn(numel, generator=generator) * 1e-2).bfloat16()

@@ -1,13 +1,15 @@
-"""Claim: one daemon serves 512 ranks that report every second, and a change reaches every one of them within a second.
+"""Claim: one daemon serves 512 ranks that report every second, and a change reaches each of them within a second.
 
-Simulated agents, as real ones: each posts a report a second (one step, rates, no timeline), says hello once, and sits
-in a long poll for its directive. Meanwhile an operator changes a knob every few seconds. Every agent votes yes, and
-what is timed is from the PATCH's first byte to the moment at which an agent holds the committed knobs.
+Simulated agents behave like real ones: each registers once, posts a report every second (one step and rates, no
+timeline), and waits in a long poll for its directive. Meanwhile an operator changes a knob every few seconds, and every
+agent votes yes. The measured time of a change is from the first byte of the PATCH until an agent has received the
+committed knobs.
 
-The daemon is a process of its own on one core, the agents are on another; with one core they share it, and the figures
-say so (`cores`). `report_p99_seconds`, `patch_p99_seconds`: 99 of 100 are at most that. `rss_slope`: growth of the
-daemon's resident memory from the end of the warm-up (a quarter of the time) to the end, as a share of it. What else the
-machine did is in `load`; `daemon_cpu_share` and `generator_cpu_share` say how busy either kept its core.
+The daemon is a process on one core, the agents run on another core; on a machine with one core both share it (`cores`).
+`report_p99_seconds`, `patch_p99_seconds`: 99 % of the reports and of the changes take at most this time. `rss_slope`:
+growth of the daemon's resident memory from the end of the warm-up (a quarter of the time) to the end, as a share of its
+size. `load`: other load of the machine. `daemon_cpu_share`, `generator_cpu_share`: CPU use of the daemon, and of the
+process of the agents.
 """
 
 from __future__ import annotations
@@ -68,12 +70,13 @@ class Figures:
     patch_seconds: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     changed_at: dict[int, float] = field(default_factory=dict)
-    """When the change that made a generation was sent."""
+    """Time at which the PATCH that made a generation was sent, by number of the generation."""
     received: list[tuple[int, float]] = field(default_factory=list)
 
 
 class Connection:
-    """One HTTP connection that is kept. A client library would cost the one core of a thousand of them its time."""
+    """An HTTP connection that is kept open. It is simpler than a client library, whose CPU time for a thousand
+    connections would be too much for one core."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._at = (host, port)
@@ -81,7 +84,8 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: str = "") -> bytes:
-        """The body of a good answer; OSError with what was said of any other."""
+        """Sends a request, and returns the body of the answer. OSError with the status and text of an answer other than
+        2xx."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._at)
         reader, writer = self._streams
@@ -97,7 +101,7 @@ class Connection:
 
 
 class SimulatedAgent:
-    """One rank: two tasks with a connection each, as a real agent has two threads."""
+    """One simulated rank: two tasks with a connection each, like the two threads of a real agent."""
 
     def __init__(self, connect: Callable[[], Connection], rank: int, world_size: int, figures: Figures) -> None:
         self._reporter, self._listener = connect(), connect()
@@ -157,7 +161,8 @@ class SimulatedAgent:
                 await asyncio.sleep(1.0)
 
     def _take(self, directive: dict[str, Any]) -> None:
-        """What it has taken is applied at the end of the step, and told with it."""
+        """Takes the committed knobs of a directive. As in a real agent, they are applied at the end of the step and
+        reported with it."""
         if directive["committed"] > self._generation:
             self._generation = directive["committed"]
             self._figures.received.append((self._generation, time.perf_counter()))
@@ -171,7 +176,7 @@ class SimulatedAgent:
 
 
 async def operate(url: str, token: str, figures: Figures, end: float) -> None:
-    """Changes a knob every few seconds, and waits for what becomes of it."""
+    """Changes a knob every few seconds until `end`, and waits for the outcome of each change."""
     headers = {"Authorization": f"Bearer {token}", "If-Match": "*"}
     async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30.0) as http:
         stride = 2
@@ -232,8 +237,11 @@ async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float
 
 
 def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
-    """The same reports given to the control plane in this process, as fast as it takes them: what it keeps of them, and
-    what one costs, where a busy machine lets nothing be timed. A second passes when every rank has reported."""
+    """Memory growth and CPU time of the control plane alone: it runs in this process, and gets the same reports as fast
+    as it can take them.
+
+    For machines that are too busy to measure times. Simulated time advances by one second when every rank has reported.
+    """
     from tidegate.daemon.control.control_plane import ControlPlane
     from tidegate.daemon.control.run import Clocks
     from tidegate.daemon.storage.store import Store
@@ -273,13 +281,13 @@ def percentile(values: list[float], rank: int) -> float:
 
 
 def slope(sizes: list[int]) -> float:
-    """Growth of the fitted line over the whole, as a share of its beginning."""
+    """Relative growth of a line fitted to `sizes`: from its start to its end, as a share of its value at the start."""
     line = statistics.linear_regression(range(len(sizes)), sizes)
     return line.slope * (len(sizes) - 1) / line.intercept
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of the process."""
+    """CPU time of the process in seconds, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -310,7 +318,7 @@ def main() -> None:
 
 
 def served(num_agents: int, seconds: float, cores: list[int]) -> dict[str, Any]:
-    """The figures of a daemon that is a process of its own."""
+    """Starts a daemon in its own process, puts load on it, and returns the figures."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder)
         command = [sys.executable, "-m", "tidegate", "daemon", "--port", "0", "--state-dir", folder]
@@ -333,7 +341,7 @@ def processor() -> str:
 
 
 def announced(state: Path, daemon: subprocess.Popen[bytes]) -> str:
-    """The daemon's address, when it answers."""
+    """Waits until the daemon answers, and returns its address."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and daemon.poll() is None:
         if (state / "daemon.json").exists():

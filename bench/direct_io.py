@@ -1,11 +1,12 @@
-"""Claim: native direct I/O moves as many bytes a second as fio does on the same disk.
+"""Claim: native direct I/O has at least the throughput of fio on the same disk.
 
-Reads, writes and an equal mix of both, each with the same block and depth, on two files of the same folder. Ours have
-as many native threads as the depth: `tidegate` with ordinary pages, as fio's; `tidegate_checksums` with each block's
-CRC-32C computed or verified as well; `tidegate_huge_pages` with checksums in `aligned_buffer`s, as the engine does it.
-fio has psync (that many threads), libaio and io_uring (that depth). A share is ours by that of the better of psync and
-libaio, round by round; `io_uring_by_tidegate` says what io_uring would gain. Rounds are interleaved, so that a
-throttled disk hurts all alike; fio's own start is not counted.
+Measured are reads, writes and an equal mix of both, with the same block size and queue depth, on two files of the same
+folder. Tidegate has as many native threads as the depth, in three variants: `tidegate` with ordinary pages, as fio;
+`tidegate_checksums`, where the CRC-32C of each block is also computed or verified; `tidegate_huge_pages`, with
+checksums and `aligned_buffer`, as the engine works. fio runs with psync (as many threads), libaio and io_uring (the
+same depth). A share is Tidegate's throughput divided by that of the better of psync and libaio in the same round;
+`io_uring_by_tidegate` is the throughput of io_uring divided by Tidegate's. Rounds are interleaved, so that a throttled
+disk affects all alike; the start time of fio is not counted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Run = Callable[[str], float]  # of a mode: bytes a second
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What every side does alike."""
+    """The sizes and the duration that all measurements share. depth: number of blocks in flight."""
 
     file_bytes: int
     block_bytes: int
@@ -58,10 +59,11 @@ class Shape:
 
 
 class Ours:
-    """A file that repeats one buffer, so that every block has a known checksum whoever wrote it last.
+    """Measures Tidegate's direct I/O. Its file repeats the content of one buffer, so that the checksum of every block
+    is known at any time.
 
-    The buffer has a block for each in flight, as fio's, and new pages for each measurement, as fio's: where pages
-    happen to be neighbours the disk gets fewer and longer pieces. All transfers share it; they move the same bytes.
+    The buffer has one block for each block in flight, as in fio. Every measurement uses new memory pages, as fio does:
+    where pages happen to be adjacent, the disk gets fewer and larger requests. All transfers use the same buffer.
     """
 
     def __init__(self, path: Path, shape: Shape) -> None:
@@ -87,7 +89,8 @@ class Ours:
         return buffer
 
     def rate(self, mode: str, allocate: Callable[[int], NDArray[np.uint8]], checksums: bool = False) -> float:
-        """Keeps enough transfers queued that no thread waits: whole buffers, or single blocks when mixed."""
+        """Bytes per second in this mode (`read`, `write` or `mixed`). Enough transfers are queued that no thread waits:
+        of whole buffers, or of single blocks in mode `mixed`."""
         buffer = self.filled(allocate)
         begin, end, moved = float("inf"), 0.0, 0
         stop, in_flight = time.monotonic() + self.shape.seconds, deque[IoTicket]()
@@ -104,7 +107,8 @@ class Ours:
         return moved / (end - begin)
 
     def transfers(self, mode: str, memory: int, blocks: int, checksums: bool) -> Iterator[Callable[[], IoTicket]]:
-        """Of `blocks` blocks each, one after the other through the file, round and round."""
+        """Functions that start the transfers of this mode, endlessly: each transfers `blocks` blocks, one after the
+        other through the file, and from its start again."""
         size = blocks * self.shape.block_bytes
         moves = {"read": [self.pool.read], "write": [self.pool.write], "mixed": [self.pool.read, self.pool.write]}[mode]
         for i, move in enumerate(cycle(moves)):
@@ -116,7 +120,7 @@ class Ours:
 
 
 def small_pages(nbytes: int) -> NDArray[np.uint8]:
-    """Memory as fio's."""
+    """Memory with ordinary (not huge) pages, as fio has."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     buffer: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
@@ -131,7 +135,8 @@ def settled(ticket: IoTicket) -> IoTicket:
 
 
 def fio_rate(engine: str, path: Path, shape: Shape, mode: str) -> float:
-    """Synchronous engines need a thread for each block in flight, and a part of the file for each thread."""
+    """Bytes per second of fio in this mode. Synchronous engines get a thread, and a part of the file, for each block in
+    flight."""
     jobs = shape.depth if engine == "psync" else 1
     options = {
         "name": engine,
@@ -153,7 +158,7 @@ def fio_rate(engine: str, path: Path, shape: Shape, mode: str) -> float:
 
 
 def usable_engines(path: Path, shape: Shape) -> tuple[list[str], str | None]:
-    """Those that work here, and a note on those that do not."""
+    """The engines of fio that work here, and a note about those that do not, or None."""
     if shutil.which("fio") is None:
         return [], "fio is not installed"
     brief, works, notes = Shape(**(vars(shape) | {"seconds": 0.1})), [], []
@@ -170,7 +175,8 @@ Rates = dict[str, dict[str, list[float]]]  # by mode and side
 
 
 def interleaved(runs: dict[str, Run], rounds: int, seconds: float) -> Rates:
-    """One of each a round, until the rounds or the seconds are used up."""
+    """Throughput by mode and run, in bytes per second. Each round runs all of them once, in random order, until
+    `rounds` or `seconds` are used up."""
     rates: Rates = {mode: {name: [] for name in runs} for mode in MODES}
     shuffle, end = random.Random(0).shuffle, time.perf_counter() + seconds
     for done in range(rounds):
@@ -190,7 +196,8 @@ def spread(values: list[float], digits: int) -> dict[str, float]:
 
 
 def ratios(of: dict[str, list[float]], name: str, by: list[str]) -> dict[str, float] | None:
-    """Round by round, by the one of `by` with the best median; None where a side is missing."""
+    """Throughput of `name` divided by that of the fastest of `by` (by median), round by round; None if either was not
+    measured."""
     present = [other for other in by if other in of]
     if name not in of or not present:
         return None
@@ -241,7 +248,7 @@ def measure(folder: Path, shape: Shape, rounds: int, seconds: float) -> dict[str
 
 
 def crc32c_rate() -> float:
-    """Of one core, from its caches: the best of several, in bytes a second."""
+    """Bytes per second of the CRC-32C on one core, for data in its caches; the best of many runs."""
     block, times = aligned_buffer(MIB // 4), []
     block[:] = 1  # pages of its own: untouched ones are all the same page
     for _ in range(200):

@@ -1,11 +1,11 @@
 """Claim: with 100 runs the live view's first page shows its first cards in under two seconds.
 
-A real daemon knows 100 runs that go on; the live view's server is a process as users start it. A real headless Chromium
-opens the page anew, each time in a context that has nothing cached, on the machine that also runs all the others.
+A real daemon knows 100 runs that train, and the live view's server is a process, started as users start it. A headless
+Chromium on the same machine opens the page several times, each time with an empty cache.
 
-`paint_seconds`: from the request to the browser's first contentful paint, by its own clock. `first_card_seconds`: until
-the verdict on a run can be seen. `all_seconds`: until all of the page is there. The first page after the server's start
-loads what it needs of Python, and is apart (`after_start`).
+`paint_seconds`: from the request to the browser's first contentful paint, by the browser's clock. `first_card_seconds`:
+until the verdict on a run is visible. `all_seconds`: until the page is complete. The first page after the start of the
+server is listed separately (`after_start`), because the server then loads Python modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tidegate.errors import DaemonError  # noqa: E402
 MAX_SECONDS = 2.0
 STEPS = 20
 EVERY_SECONDS = 2.0
-"""Each run reports so often."""
+"""Interval between two reports of a run."""
 PAINT = "() => performance.getEntriesByType('paint').find(one => one.name === 'first-contentful-paint').startTime"
 
 
@@ -63,7 +63,7 @@ def measure(num_runs: int, loads: int) -> dict[str, Any]:
 
 
 def _opened(browser: Browser, url: str) -> dict[str, float]:
-    """Seconds until there is something to be seen, a card, and everything."""
+    """Opens the page, and returns the seconds until the first paint, the first card and the complete page."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     try:
         sign_in(context, url)
@@ -91,7 +91,7 @@ def _answers(url: str) -> bool:
 
 @contextlib.contextmanager
 def _training(daemon: Daemon, num_runs: int) -> Iterator[None]:
-    """Runs of one rank each, that go on."""
+    """Context in which `num_runs` runs of one rank each train and report."""
     agents = [Agent(daemon, run=f"run-{number:03}") for number in range(num_runs)]
     for agent in agents:
         agent.train(STEPS)

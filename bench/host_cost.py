@@ -1,11 +1,12 @@
-"""How many microseconds of a host processor each op takes, by lane, beside the work that the GPU does.
+"""Measures the CPU time of the host for each op, by lane, in microseconds. The work of the GPU is not included.
 
-**The runtime is a fake one**: TorchCuda runs, with the installed torch's own context managers, on a stand-in for
-`torch.cuda` whose streams do everything at once (`tests/agent/devices/fake_torch.py`). What the CUDA driver takes for a
-call is not in these figures, what the stand-in takes is. They say what the executor, the runner and the device cost in
-Python, and serve to compare one state of that code with another on the same machine. Nothing is said about a GPU.
+**The runtime is a fake one**: TorchCuda runs with the installed torch's own context managers on a substitute for
+`torch.cuda` whose streams run everything immediately (`tests/agent/devices/fake_torch.py`). So the figures include the
+time of the substitute instead of that of the CUDA driver. They show the Python time of executor, runner and device, and
+serve to compare versions of that code on the same machine. They say nothing about a GPU.
 
-Subgroups are tiny, so that arithmetic and copies count for nothing. Time is CPU time of each lane's own thread.
+Subgroups are tiny, so that the time for arithmetic and copies is negligible. Measured is the CPU time of the thread of
+each lane.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WARM_UP_STEPS = 3
 
 @contextmanager
 def timed_lanes(seconds: dict[str, list[float]]) -> Iterator[None]:
-    """Adds the CPU seconds of each op to its lane's."""
+    """Context that measures the CPU seconds of every op, and appends them to the list of its lane in `seconds`."""
     run = executor_module.Executor._run
 
     def timed(executor: Any, progress: Any, taken: Any, waits: Any) -> None:
@@ -86,7 +87,7 @@ def measure(steps: int) -> dict[str, Any]:
 
 
 def of(seconds: list[float]) -> dict[str, float]:
-    """Mean, and quartiles, of one lane."""
+    """Mean and quartiles of the op times of one lane, in microseconds."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     found = {"mean": statistics.mean(seconds), "low": low, "median": middle, "high": high}
     return {name: round(value * 1e6, 1) for name, value in found.items()}

@@ -1,14 +1,15 @@
 """Claim: the stride that `auto` finds is as fast as the best fixed one, and dynamic interleaving beats a static split.
 
-What the review of Deep Optimizer States asks for: dynamic against static, repeated, with intervals. Updates on the CPU
-alone, TwinFlow's static split (residents first, then the rest on the CPU, one op at a time), the same residents with
-interleaving on top, strides 1 to 8 without residents, and `auto`, which begins at 2 and tunes itself for a while before
-the rounds. Every round runs each once, in an order of its own (seeded): first a step that is not counted, then some
-whose median is the round's. Intervals are the bootstrap's (95 %) of medians over rounds; ratios are those of a round.
+The review of Deep Optimizer States asked for this comparison of dynamic and static, repeated and with intervals.
+Compared are: all updates on the CPU; TwinFlow's static split (residents first, then the rest on the CPU, one op at a
+time); the same residents with interleaving; strides 1 to 8 without residents; and `auto`, which begins at 2 and tunes
+itself before the rounds. Every round runs each configuration once, in random order (seeded): one step that is not
+counted, then several steps, whose median is the result of the round. Intervals are bootstrap intervals (95 %) of the
+median over rounds. Ratios are computed within each round.
 
-On a GPU the copies and updates are real. Without one the device is emulated: its lanes are paced to stated rates, and
-so is the CPU update (a wrapper in this bench; `--cpu 0` leaves it as fast as it is), so slow that this machine's own
-speed hardly counts. No claim about a GPU is made from that.
+On a GPU copies and updates are real. Otherwise the device is emulated: its lanes, and also the CPU update (by a wrapper
+in this bench; `--cpu 0` switches it off), are slowed down to stated rates, so far that this machine's own speed has
+little influence. Then the results say nothing about a GPU.
 """
 
 from __future__ import annotations

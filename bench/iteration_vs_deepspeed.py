@@ -1,19 +1,20 @@
-"""Claim: an iteration of DeepSpeed ZeRO-3 is faster with Tidegate in it than with DeepSpeed's own offload, to host
-memory and to NVMe.
+"""Claim: an iteration of DeepSpeed ZeRO-3 is faster with Tidegate than with DeepSpeed's own offload, to host memory and
+to NVMe.
 
-Processes train the same model with DeepSpeed, in interleaved rounds: its own `offload_optimizer` `cpu` and `nvme`
-(pipelined both ways), and both with a `"tidegate"` block. With storage both get the same host memory beside weights and
-gradients: DeepSpeed's 12 buffers, the least with which it pipelines.
+Several processes train the same model with DeepSpeed, in interleaved rounds: with its own `offload_optimizer` for `cpu`
+and for `nvme` (pipelined in both directions), and for both with a `"tidegate"` block. With storage, both sides get the
+same host memory in addition to weights and gradients: that of DeepSpeed's 12 buffers, the least with which it can
+pipeline.
 
-`update_ratio_nvme`: DeepSpeed's `engine.step()` by ours. `iteration_ratio_nvme`, `iteration_ratio_cpu`: forward,
-backward and step. Above 1 is faster.
+`update_ratio_nvme`: time of DeepSpeed's `engine.step()` divided by Tidegate's. `iteration_ratio_nvme`,
+`iteration_ratio_cpu`: the same for forward, backward and step. Above 1: Tidegate is faster.
 
-Without a GPU it is DeepSpeed's CPU accelerator, fp32, and an emulated device, unpaced: its copies are copies in host
-memory, which DeepSpeed does not need there, and nothing is said about a GPU.
+Without a GPU, DeepSpeed uses its CPU accelerator with fp32, and Tidegate an emulated device without pacing. Its copies
+are additional copies in host memory, which DeepSpeed does not need there. Such results say nothing about a GPU.
 
-With CUDA weights are bf16, and one more side trains: DeepSpeed's own offload to host memory, changed in nothing but
-that gradients are copied asynchronously (`storage/asynchronous.py`). `iteration_ratio_cpu_asynchronous` is that one by
-ours, so that what such copies give alone is not claimed for the rest. Without CUDA it is null.
+With CUDA, weights are bf16. There is one more side: DeepSpeed's own offload to host memory, changed only so that
+gradients are copied asynchronously (`storage/asynchronous.py`). `iteration_ratio_cpu_asynchronous` compares it with
+Tidegate, to separate the gain of asynchronous copies from other gains. Without CUDA it is null.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ IO_THREADS = 4
 BLOCK_BYTES = 1 << 20
 UNPACED = {"h2d_bytes_per_second": 1e15, "d2h_bytes_per_second": 1e15, "update_params_per_second": 1e15}
 SLOT_BYTES = 12
-"""For each parameter in a host slot or in the cache: fp32 weight and moments, in bf16 the weight and its remainder."""
+"""Bytes per parameter in a host slot or in the cache: fp32 weight and moments, or (bf16) weight, remainder and
+moments."""
 STATE_BYTES = {"float32": 8, "bfloat16": 10}
 SIZES = {"cpu": (24, 2048), "cuda": (12, 8192)}
-"""Layers and width: 100.7 M parameters, and 805 M, whose state are 1.2 and 9.7 GB."""
+"""Number and width of the layers, by device: 100.7 million parameters with 1.2 GB of state, and 805 million with 9.7
+GB."""
 
 
 def sides(folder: Path, model: Model, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `DeepSpeed` is made with, by side."""
+    """The arguments of `DeepSpeed` that differ between the sides, by side."""
     for name in ("stock", "ours"):
         (folder / name).mkdir()
     subgroup = model.width**2 // 2

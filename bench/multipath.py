@@ -1,17 +1,24 @@
-"""Claim: paths together give what each gives alone, the split is the best one, and it follows a change of speed.
+"""Claim: several paths together have the sum of their throughputs, their tier split is the best one, and it follows a
+change of speed.
 
-Two and then three file systems of their own on loop devices, the first with its file on a disk, the others in memory.
-The kernel throttles them to unequal speeds, each way (blkio controller of cgroup v1), outside of the engine, which is
-told no speed. fio, in the same group, says what each gives alone: as many reads as writes, in blocks of the same size,
-with as many in flight. Needs root, loop devices, that controller and fio; says so where one is missing.
+There are first two and then three paths, each a file system on a loop device. The first has its file on a disk, the
+others in memory. The kernel throttles each to another speed, in each direction (blkio controller of cgroup v1); the
+engine is not told the speeds. fio in the same control group measures each path alone, with as many reads as writes, and
+with the same block size and queue depth. Needs root, loop devices, the blkio controller and fio; a message names what
+is missing.
 
-`aggregate_share`: what an update moves a second on all paths, by the sum of these rates. `split_off_by`: subgroups by
-which the split differs from that with the shortest makespan by fio's rates. Then the fastest path is slowed down to a
-quarter while training goes on. `steps_to_adapt`: the first step whose update takes no more than 1.1 times what the new
-best split takes at fio's new rates; `slowed_step_ratio`: what updates take from then on, by that, and the longest of
-them; `split_off_by` there: by how many subgroups the last split differs from that one.
+* `aggregate_share`: throughput of an update on all paths, divided by the sum of fio's rates.
+* `split_off_by`: difference, in subgroups, of the split to the split with the shortest makespan by fio's rates.
 
-The device is emulated and nothing is claimed about a GPU.
+Then the fastest path is slowed down to a quarter while training continues:
+
+* `steps_to_adapt`: the first step whose update takes at most 1.1 times the time of the new best split by fio's new
+  rates.
+* `slowed_step_ratio`: median time of the updates from that step on, divided by the time of the new best split; also for
+  the longest of them.
+* `split_off_by`: the same difference, of the last split to the new best split.
+
+The device is emulated, so that the results say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -38,10 +45,10 @@ from tidegate.plan.tier_split import PathSpeeds, balanced_split, makespan_second
 
 MB = 10**6
 SPEEDS = {"disk": 200 * MB, "memory": 100 * MB, "archive": 50 * MB}
-"""Bytes a second each way, by path; two paths are the first two."""
+"""Speed of each path in bytes per second, in each direction. A run with two paths has the first two."""
 SLOWED = 4
 NEAR = 1.1
-"""By the best update's time: near enough."""
+"""Largest ratio of an update's time to the time of the best split at which the split counts as adapted."""
 WARM_UP = 2
 IO_THREADS = 4
 BLOCK_BYTES = 1 << 20
@@ -50,7 +57,8 @@ MIX = fio.Mix(block_bytes=BLOCK_BYTES, depth=2 * IO_THREADS, file_bytes=128 << 2
 
 
 def speeds_of(rates: dict[str, float]) -> dict[str, PathSpeeds]:
-    """By what fio reads and writes at once: each way half of it."""
+    """Speeds of the paths from fio's rates. These are for reads and writes together, so that each direction has half of
+    it."""
     return {name: PathSpeeds(read_bytes_per_second=r / 2, write_bytes_per_second=r / 2, duplex=True)
             for name, r in rates.items()}  # fmt: skip
 
@@ -68,7 +76,7 @@ def moved_a_second(step: dict[str, Any]) -> float:
 
 
 def estimated(step: dict[str, Any]) -> dict[str, list[float]]:
-    """What the engine takes each path for: reads, writes."""
+    """The engine's estimate of each path's read and write speed, in MB/s."""
     return {
         name: [round(speeds[f"{way}_bytes_per_second"] / MB, 1) for way in ("read", "write")]
         for name, speeds in step["speeds"].items()
@@ -76,7 +84,7 @@ def estimated(step: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> dict[str, Any]:
-    """Paths of constant speed."""
+    """Figures of `steps` steps while the speeds of the paths are constant. rates: fio's rates."""
     done = [side.step() for _ in range(steps)]
     best = balanced_split(subgroups, speeds_of(rates))
     shares = [moved_a_second(step) / sum(rates.values()) for step in done]
@@ -92,7 +100,7 @@ def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> d
 
 
 def slowed(side: Side, rates: dict[str, float], subgroups: int, subgroup_bytes: int, steps: int) -> dict[str, Any]:
-    """`rates` are those from now on."""
+    """Figures of `steps` steps after a path has been slowed down. rates: fio's rates after the change."""
     speeds = speeds_of(rates)
     best = balanced_split(subgroups, speeds)
     best_seconds = makespan_seconds(best, speeds, subgroup_bytes)
@@ -115,7 +123,7 @@ def slowed(side: Side, rates: dict[str, float], subgroups: int, subgroup_bytes: 
 
 
 def measure_paths(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One training on these paths, all at constant speed and then with the first one slowed down."""
+    """Figures of one training on these paths: first at constant speed, then after the first path is slowed down."""
     model = Model(layers=options.layers, width=options.width)
     subgroup = model.width**2 // options.subgroups_per_layer
     count, state = model.numel // subgroup, STATE_BYTES_PER_PARAM * model.numel

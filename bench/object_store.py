@@ -1,13 +1,15 @@
-"""Claim: a path in an object store moves as many bytes a second as its client does alone.
+"""Claim: a path in an object store has the same throughput as its client library alone.
 
-Three things are measured in turn, round by round, so that a busy server or machine hurts all alike, and each by the
-side of the bare client: obstore with as many threads, objects of the same size and the same bytes, no checksums, no
-copy into the engine's buffers. `write` and `read` move the state of all subgroups through the path, one after the
-other; `step` is `optimizer.step()` of a model whose whole state lies there, held against reads and writes of the same
-bytes at once. CPU seconds are those of this process, threads of the client included; the server has its own.
+Three operations are measured in turn, in interleaved rounds, so that other load on the server or the machine affects
+all alike. Each is compared with the client alone: obstore with as many threads, and with the same objects and bytes,
+but without checksums and without copies into the engine's buffers. `write` and `read` transfer the state of all
+subgroups through the path, one subgroup after the other. `step` is `optimizer.step()` of a model with all of its state
+on the path; the client then reads and writes the same bytes at the same time. CPU seconds are those of this process,
+with the client's threads but without the server.
 
-Without --url a server is started here (moto, in Python): it shares the cores, so rates say nothing of a real store.
-Shares do, as both sides have the same server; but the busier it is, the less they can tell.
+Without --url a server (moto, in Python) is started on this machine. It shares the cores, so that the rates do not show
+the speed of a real store. The shares are still comparable, because both sides use the same server, but they are less
+exact if the server is the bottleneck.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Spent:
 
 
 def spent(work: Callable[[], int]) -> Spent:
-    """Of `work`, which says how many bytes it moved."""
+    """Runs `work`, which returns the bytes that it has transferred, and returns throughput and CPU time."""
     before, start = os.times(), time.monotonic()
     nbytes = work()
     seconds, after = time.monotonic() - start, os.times()
@@ -60,7 +62,7 @@ def spent(work: Callable[[], int]) -> Spent:
 
 
 class Bare:
-    """The client alone."""
+    """The client library (obstore) alone, without Tidegate."""
 
     def __init__(self, settings: tidegate.ObjectSettings, subgroups: int, subgroup_bytes: int) -> None:
         server = settings.server
@@ -88,7 +90,8 @@ class Bare:
         return self._all(self._begin_read)
 
     def step(self) -> int:
-        """Reads the last state and writes the next one, as an update does."""
+        """Reads the previous state and writes the next one at the same time, as an update does. Returns the number of
+        bytes."""
         read = ThreadPoolExecutor(1).submit(self._all, self._begin_read, self._turn)
         written = self.write()
         return read.result() + written
@@ -114,7 +117,7 @@ class Bare:
         ]
 
     def tidy(self) -> None:
-        """What earlier turns wrote."""
+        """Deletes the objects of earlier turns."""
         keys = [one["path"] for page in obstore.list(self._store) for one in page]
         obstore.delete(self._store, [key for key in keys if not key.startswith(f"{self._turn}/")])
 
@@ -124,7 +127,7 @@ class Bare:
 
 
 class Ours:
-    """An optimizer all of whose state is on the path."""
+    """A Tidegate optimizer with all of its state on the path."""
 
     def __init__(self, settings: tidegate.ObjectSettings, subgroups: int, subgroup_numel: int) -> None:
         self._params = [torch.nn.Parameter(torch.zeros(subgroups * subgroup_numel))]
@@ -142,7 +145,8 @@ class Ours:
         self.step()
 
     def write(self) -> int:
-        """Of the last step, with the state of one subgroup for all."""
+        """Writes the state of all subgroups again, as state of the last step. Returns the number of bytes. The content
+        is the same for all of them."""
         address, step = self._memory.ctypes.data, self._path.step_of(0)
         return sum(self._path.write(subgroup, address, step).nbytes for subgroup in range(self._subgroups))
 
@@ -158,7 +162,8 @@ class Ours:
 
 @contextmanager
 def server(args: argparse.Namespace) -> Iterator[tidegate.ObjectSettings]:
-    """Where to measure: as told, or at a server of our own."""
+    """The settings of the object store to measure: those of the arguments, or of a server that is started here and
+    ended with the context."""
     common = {"threads": args.threads, "block_bytes": args.block_bytes}
     if args.url:
         yield tidegate.ObjectSettings(url=args.url, endpoint=args.endpoint, **common)

@@ -1,17 +1,18 @@
-"""Claim: watching a training run costs less than 0.5 % of its steps.
+"""Claim: telemetry and control of a training run cost less than 0.5 % of the time of its steps.
 
-The run reports to a real daemon and is scraped as Prometheus would, from another process. Two measurements:
+The run reports to a real daemon, and another process scrapes it as Prometheus would. There are two measurements:
 
-* `overhead_ratio`: CPU seconds of recorder, phase clock, tuner, exporter, link and hooks over wall time of an attached
-  run. The parts are counted where they run; the hooks, too short for that, in steps of their own.
+* `overhead_ratio`: CPU seconds of recorder, phase clock, tuner, exporter, link and hooks, divided by the wall time of
+  an attached run. The parts are measured while they run; hooks are too short for that and are measured in separate
+  steps.
 * `paired_ratio`: how much longer a step of an attached run takes. One process attaches, trains a block of steps,
-  detaches (which leaves no recorder, hooks, exporter or link), trains the next block and so on, ABBA: both sides have
-  the same weights in the same memory, and what the machine does meanwhile meets both. Each step is compared with the
-  one at the same place in the other block; the interval is a bootstrap's (95 %) of the median over pairs of blocks.
-  The daemon runs on the same machine, and what it takes from the cores counts against us. The stride is pinned, for
-  the tuner begins anew at each attach; its cost is in `overhead_ratio`.
+  detaches (which removes recorder, hooks, exporter and link), trains the next block, and so on in the order ABBA. So
+  both sides have the same weights in the same memory, and other load on the machine affects both. Each step is compared
+  with the step at the same place in the other block; the interval is a bootstrap interval (95 %) of the median over
+  pairs of blocks. The daemon runs on the same machine, so that its use of the cores is included. The stride is fixed,
+  because the tuner starts again at each attach; the cost of the tuner is part of `overhead_ratio`.
 
-The device is emulated: nothing is said about the speed of a real one.
+The device is emulated, so that the results say nothing about the speed of a real one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tidegate.demo.services import Service
 
 TARGET = 0.005
 STEP_SECONDS = 0.3
-"""The batch is chosen so that a step takes about this long. Short steps are the hard ones; 0.2 s is the least."""
+"""Intended time of a step; the batch size is chosen for it. Short steps are the hardest case: the least is 0.2 s."""
 SCRAPE_SECONDS = 5.0
 WARM_UP_STEPS = 64
 BLOCK_STEPS = 10
@@ -76,7 +77,7 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """Bytes in, loss out."""
+    """A small transformer on bytes. Its forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class Training:
         self.clock_seconds += phases.clock_cpu_seconds
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Trains one step, and returns its seconds."""
         tokens = torch.randint(0, 256, (self.rows, WINDOW), generator=torch.Generator().manual_seed(self._steps))
         began = time.perf_counter()
         self.optimizer.zero_grad()
@@ -130,15 +131,15 @@ class Training:
         return time.perf_counter() - began
 
     def size(self) -> None:
-        """Makes a step last about STEP_SECONDS."""
+        """Chooses the batch size with which a step takes about STEP_SECONDS."""
         seconds = statistics.median(self.step() for _ in range(10))
         self.rows = max(1, math.ceil(self.rows * STEP_SECONDS / seconds))
 
     def hooks_seconds(self, steps: int) -> float:
-        """CPU seconds of a step's hooks without the phase clock: those of gradients where they run, those of the model
-        by calling them.
+        """CPU seconds of the hooks of one step, without the phase clock. Hooks of gradients are measured in training
+        steps, hooks of the model by calls.
 
-        In every other step the stopwatch times nothing in the same places: that is what reading it takes there.
+        In every other step the stopwatch measures empty calls at the same places, so that its own cost is subtracted.
         """
         phases, optimizer = self.optimizer.phases, self.optimizer
         watch = Stopwatch(phases)
@@ -173,7 +174,7 @@ class Training:
 
 
 class Stopwatch:
-    """Adds up CPU time of this thread less the phase clock's."""
+    """Sums the CPU time of this thread, without that of the phase clock."""
 
     def __init__(self, phases: PhaseRecorder) -> None:
         self._phases = phases
@@ -186,7 +187,8 @@ class Stopwatch:
         self.seconds += self.sign * (time.thread_time() - began - (self._phases.cpu_seconds - before))
 
     def either(self, call: Callable[[], object]) -> None:
-        """Times the call, or with sign -1 nothing after the call. What is called inside is part of it."""
+        """Measures the call or, if `sign` is -1, makes the call and subtracts the time of an empty one. Nested calls
+        are measured as part of the outer call."""
         if self._inside:
             call()
             return
@@ -198,7 +200,7 @@ class Stopwatch:
 
 
 class Timed:
-    """A context whose own beginning and end are timed, not what happens inside."""
+    """Wraps a context manager, and measures its beginning and end, without the block inside."""
 
     def __init__(self, watch: Stopwatch, inner: contextlib.AbstractContextManager[Any]) -> None:
         self._watch, self._inner = watch, inner
@@ -212,7 +214,7 @@ class Timed:
 
 @contextlib.contextmanager
 def daemon_at(folder: Path) -> Iterator[tuple[str, str]]:
-    """Address and agent token of a daemon of its own."""
+    """Starts a daemon for this measurement. Yields its address and its agent token."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "tidegate", "daemon", "--port", str(port), "--state-dir", str(folder)]
@@ -225,7 +227,8 @@ def daemon_at(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 class Scrapes:
-    """What a process has seen that scrapes as Prometheus would: answers, the seconds they took, series of the last."""
+    """Results of the scraping process: number of answers, their seconds in total, and number of series in the last
+    answer."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -239,7 +242,7 @@ class Scrapes:
 
 @contextlib.contextmanager
 def scraper(port: int, seconds: float) -> Iterator[Scrapes]:
-    """A process that scrapes every so many seconds."""
+    """Starts a process that scrapes /metrics at this port every `seconds`, until the context ends."""
     found = Scrapes()
     url = f"http://127.0.0.1:{port}/metrics"
     process = multiprocessing.get_context("spawn").Process(
@@ -284,7 +287,7 @@ def free_port() -> int:
 
 
 def counted(training: Training, attached: Attach, port: int, repeats: int, steps: int) -> dict[str, Any]:
-    """CPU seconds of each part over wall time."""
+    """The overhead ratio: CPU seconds of all parts divided by wall time, over `repeats` windows of `steps` steps."""
     windows: list[dict[str, float]] = []
     seconds: list[float] = []
     with attached() as attachment, scraper(port, SCRAPE_SECONDS) as scrapes:
@@ -324,7 +327,7 @@ def _parts(training: Training, attachment: tidegate.Attachment) -> dict[str, flo
 
 
 def paired(training: Training, attached: Attach, port: int, blocks: int) -> dict[str, Any]:
-    """Blocks of steps with and without an attachment, ABBA."""
+    """The paired ratio: compares blocks of steps with and without an attachment, in the order ABBA."""
     found: dict[bool, list[list[float]]] = {True: [], False: []}
     # Half of the time nobody answers.
     with scraper(port, SCRAPE_SECONDS / 2):

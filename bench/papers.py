@@ -1,10 +1,10 @@
-"""Claim: the model reproduces what two papers measured, from one rate card for each of their machines.
+"""Claim: Tidegate's model reproduces the measurements of two papers, from one rate card for each of their machines.
 
-Every figure of theirs that a simulator can be checked against (`published/reported.json`, with where it stands) beside
-what our planner and simulator say when told the machine and the system. The rate cards (`published/cards.py`) come
-from the papers' tables and text; nothing is fitted, neither to a row nor over rows, so that no row is used up by
-calibration. A row's error is |ours - reported| / reported, never above what it is; a row that the model cannot answer
-counts as 1. `least` and `most` of a range are two rows. `assumes` says what a row needs beside the rate card.
+Each row compares a figure of the papers that a simulator can predict (`published/reported.json`, with its place in the
+paper) with the result of Tidegate's planner and simulator for the same machine and system. The rate cards
+(`published/cards.py`) come from the papers' tables and text. Nothing is fitted to results, so that all rows can be
+scored. The error of a row is |ours - reported| / reported, or 1 if the model has no answer. `least` and `most` of a
+range are two rows. `assumes`: assumptions of a row in addition to the rate card.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from published.rows import Ours
 
 REPORTED = Path(__file__).parent / "published" / "reported.json"
 CALIBRATION_ROWS: tuple[str, ...] = ()
-"""Rows that a rate card was fitted to: they would be listed, and not scored. There are none."""
+"""Ids of rows to which a rate card was fitted: they would be listed without a score. There are none."""
 
 
 def scored(row: dict[str, Any], ours: Ours) -> dict[str, Any]:
-    """The row with our figure, its error, and whether it counts."""
+    """The row, completed with the model's figure, its error, and whether it is scored."""
     error = 1.0 if ours.value is None else abs(ours.value - row["reported"]) / abs(row["reported"])
     return {
         **row,
@@ -38,7 +38,7 @@ def scored(row: dict[str, Any], ours: Ours) -> dict[str, Any]:
 
 
 def report(cards: Cards) -> dict[str, Any]:
-    """All rows, and how far they are off. The same at every run, but for `seconds`."""
+    """All rows, and statistics of their errors. Equal on every run, except for `seconds`."""
     began = time.perf_counter()
     ours = dict([*dos.answers(cards), *mlp.answers(cards)])
     rows = [scored(row, ours[row["id"]]) for row in json.loads(REPORTED.read_text())["rows"]]
@@ -62,7 +62,7 @@ def report(cards: Cards) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """As Markdown, for the documentation."""
+    """The rows as a Markdown table, for the documentation."""
     lines = ["| where | model | what | reported | ours | error |", "| --- | --- | --- | --- | --- | --- |"]
     for row in found["rows"]:
         ours = "none" if row["ours"] is None else f"{row['ours']:.3g}"

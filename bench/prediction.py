@@ -1,19 +1,21 @@
-"""Claim: what an update takes under other knobs is known before they are turned, from one calibration of the machine.
+"""Claim: the time of an update under other knobs can be predicted from one calibration of the machine, before the
+change.
 
-Calibrates as `tidegate calibrate` does, then runs configurations drawn with a seed, interleaved in rounds, and compares
-the median of each one's updates with what the model says from the calibration alone. It is told sizes, knobs, how long
-the backward is and what the engine orders its ops by (how its gradients come, how fast it takes its paths to be), and
-never what the emulated device is paced to.
+The bench calibrates as `tidegate calibrate` does. Then it runs configurations that are drawn with a seed, in
+interleaved rounds, and compares the median update time of each with the model's prediction. The model gets sizes,
+knobs, the length of the backward, and the order of ops in the engine (arrival of gradients, assumed path speeds), but
+never the rates of the emulated device.
 
-CPU updates, norms, storage past the page cache and the memory under them are real; copies to the device and updates on
-it are emulated. A configuration whose busiest resource is emulated shows that the model follows any speed, not that it
-is right about a GPU: these rows are apart (`emulated_lanes`), and the figures at the top are of the others.
+CPU updates, norms, storage past the page cache and memory are real; copies to the device and updates on it are
+emulated. If the busiest resource of a configuration is emulated, its row shows that the model follows any speed, but
+not that it is right for a GPU. These rows are listed separately (`emulated_lanes`), and the first figures are of the
+other rows.
 
-`pick_regret`: how much longer the update takes than under the best knobs, with those that are predicted to be the best.
-The best of many noisy figures is one that was lucky: the pick and the rows that came out best then take turns again,
-and what counts is that second measurement (`pick_regret_at_first`: the first one's).
+`pick_regret`: how much longer the update takes in the configuration with the best prediction than in the fastest one.
+Among many noisy measurements the shortest is partly luck. So the picked row and the fastest rows are measured again,
+and the second measurement counts (`pick_regret_at_first`: by the first one).
 
-`mean_…` is the error of predicting the mean of all rows for each; `equation_…` that of the papers' equations.
+`mean_…`: errors of a simple predictor, the mean of all rows. `equation_…`: errors of the papers' equations.
 """
 
 from __future__ import annotations
@@ -52,23 +54,27 @@ from tidegate.simulator.what_if import what_if
 from tidegate.speeds.rate_card import RateCard
 
 SETTINGS: dict[str, dict[str, int]] = {"fast": {}, "slow": {"threads": 1, "block_bytes": 256 << 10}}
-"""Of the paths, which are two directories of one disk: all of its queue, and one small block at a time."""
+"""Settings of the two paths, both directories of the same disk: `fast` uses its full queue, `slow` has one small block
+in flight at a time."""
 EMULATED = frozenset({"h2d", "d2h", "device"})
 SETTLING = 2
-"""Steps after each change of knobs that are not counted: state moves, and with orders that alternate twice."""
+"""Steps after each change of knobs that are not counted: state moves in the first, and in alternating order also in the
+second."""
 COUNTED = 2
-"""Where orders alternate, both take turns: each counts for itself, then their mean."""
+"""Counted steps after each change of knobs. In alternating order there are two kinds of steps, which are counted
+separately and then averaged."""
 RIVALS, RIVAL_ROUNDS, RIVAL_COUNTED = 6, 30, 4
-"""Many, as they differ by less than one figure does from the next."""
+"""Second measurement: number of the fastest rows, of rounds, and of counted steps in a round. There are many rounds,
+because these rows differ by less than the noise of one measurement."""
 CALIBRATION_ROUNDS = 12
-"""Some minutes: what others do on the machine comes and goes, and what is measured afterwards takes as long."""
+"""Rounds of the calibration. They take some minutes, because other load on the machine varies over such times."""
 
 
 def measure(
     kinds: dict[Kind, Training], choices: list[Choice], rounds: int, counted: int, options: argparse.Namespace
 ) -> list[list[list[Measured]]]:
-    """The updates of each choice, `counted` in a turn. All take turns, round by round, so that none has the machine at
-    its best alone."""
+    """Measured updates by choice and round, `counted` in each round. All choices run once in every round, so that other
+    load on the machine affects all alike."""
     found: list[list[list[Measured]]] = [[] for _ in choices]
     end = time.monotonic() + options.seconds
     for number in range(rounds):
@@ -85,8 +91,8 @@ def measure(
 
 
 def measured_again(kinds: dict[Kind, Training], rows: list[Row], options: argparse.Namespace) -> tuple[list[Row], int]:
-    """The row that is predicted to be the fastest, and those that were: with what they take in rounds of their own, and
-    how many updates of each that was."""
+    """Measures again the row with the shortest predicted update, and the rows with the shortest measured updates.
+    Returns these rows with new times, and the number of counted updates of each."""
     few = list({id(row): row for row in [picked(rows), *sorted(rows, key=lambda row: row.measured)[:RIVALS]]}.values())
     times = measure(kinds, [row.choice for row in few], RIVAL_ROUNDS, RIVAL_COUNTED, options)
     again = [replace(row, measured=typical_seconds(found)) for row, found in zip(few, times, strict=True)]
@@ -116,8 +122,11 @@ def predicted(training: Training, effective: EffectiveKnobs, card: RateCard, bac
 
 
 def by_equations(rank: Rank, effective: EffectiveKnobs, card: RateCard) -> float:
-    """The papers' equations: that of DOS for CPU, link and device, that of MLP for paths, the later of both. B counts
-    thirds of our state, which is not three fp32 words."""
+    """Update time in seconds by the papers' equations: the maximum of DOS Eq. 1 (CPU, link and device) and MLP Eq. 1
+    (paths).
+
+    In B, a word is a third of a parameter's state, because Tidegate's state is not three fp32 words.
+    """
     seconds = []
     for step in steady_steps(rank, effective, card):
         both = list(zip(rank.subgroups, step.placements, strict=True))

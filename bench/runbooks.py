@@ -1,9 +1,10 @@
-"""Claim: an alert comes soon after its fault, and its runbook, followed word by word, mends it.
+"""Claim: an alert fires soon after its fault, and its runbook, followed literally, solves the problem.
 
-Real Prometheus, Alertmanager, daemon and training run (on the emulated device) with state on two loop file systems; one
-is throttled by the kernel, filled up, the run killed, the daemon killed. The commands are taken from the pages in
-docs/runbooks. Durations of the rules are divided by 60: multiply seconds of waiting by it for the time on a clock, not
-those of detection (leases) or repair. Writes results/runbooks.json. Needs root.
+Prometheus, Alertmanager, daemon and training run are real (the device is emulated), with state on two loop file
+systems. The faults: the kernel throttles one of them, it is filled up, the run is killed, the daemon is killed. The
+remedies are the commands on the pages in docs/runbooks. Durations in the alert rules are divided by 60: multiply the
+waiting times of rules by 60 to get real times, but not those of detection (leases) and repair. Writes
+results/runbooks.json. Needs root.
 """
 
 from __future__ import annotations

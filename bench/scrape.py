@@ -1,9 +1,9 @@
 """Claim: a scrape of a rank with four storage paths takes less than 10 ms, and gives at most 600 series.
 
-A real training run with four directories as paths. Another process scrapes as Prometheus does, at rest and while the
-run trains; the time is what that process waits for the whole answer, so that it has everything in it: collecting,
-formatting, the network stack and, in training, the wait for the interpreter. `cpu_milliseconds` is what the exporter's
-threads take.
+A real training run has four directories as paths. Another process scrapes it as Prometheus does, before training and
+during it. The measured time is the wait of that process for the whole answer: it includes collecting, formatting, the
+network stack and, during training, the wait for the Python interpreter. `cpu_milliseconds`: CPU time of the exporter's
+threads for each scrape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=
 
 
 class Training:
-    """Rounds of random gradients: nothing but the engine."""
+    """A training without a model: steps of the optimizer with constant gradients. As a context manager, it trains in a
+    thread."""
 
     def __init__(self, folder: Path) -> None:
         for name in PATHS:
@@ -73,7 +74,8 @@ class Training:
 
 
 def scrape(port: int, times: int, pause: float, out: Any) -> None:
-    """Puts seconds of each scrape and the text of the last."""
+    """Scrapes /metrics `times` times, with pauses of `pause` seconds. Puts the seconds of each scrape, and the last
+    answer, into the queue `out`."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": ACCEPT})
     seconds = []

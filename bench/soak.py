@@ -1,15 +1,14 @@
 """Claim: the live view can stay open: no leak in browser or server, and a refresh takes under half a second.
 
-A real daemon is told of a run by 8 ranks, a step and a timeline each second; the live view's server is a process as
-users start it; a real headless Chromium has two of its pages open, Run (most charts) and Tune, which refresh themselves
-every 1.5 s. The windows of the daemon and of the charts are full before the clock starts.
+A real daemon gets a step and a timeline each second from each of 8 ranks of a run. The live view's server is a process,
+started as users start it. A headless Chromium has two of its pages open, which refresh themselves every 1.5 s: Run
+(which has the most charts) and Tune. The windows of daemon and charts are full before the measurement starts.
 
-`refresh_p95_seconds`: from a part's request to the last message of its answer, by the clock of the browser as its page
-has them, for each of the parts of a page that refresh themselves, waiting for each other included; painting is not in
-it. `…_slope`: growth from the end of the warm-up (a quarter of the time) to the end, of the fitted line, as a share of
-its beginning: of the server's resident memory, of the proportional set size of all processes of the browser, and of its
-JavaScript heap after collections. `…_megabytes` are the samples, the warm-up included. `minutes` is what it ran, `load`
-what else the machine did as it began, `cores_busy` how much of it who kept busy.
+`refresh_p95_seconds`: time from the request of a part of a page to the last message of the answer, by the browser's
+clock, including waits for other parts, without painting. `…_slope`: growth of a fitted line from the end of the warm-up
+(a quarter of the time) to the end, as a share of its start, for the server's resident memory, the proportional set size
+of all browser processes, and the JavaScript heap after garbage collections. `…_megabytes`: all samples, including the
+warm-up. `minutes`: duration. `load`: load of the machine at the start. `cores_busy`: cores in use by each program.
 """
 
 from __future__ import annotations
@@ -48,9 +47,11 @@ from tidegate.errors import DaemonError  # noqa: E402
 RUN = "soak"
 PAGES = ("run", "tune")
 WINDOW_STEPS = 256
-"""As many as the daemon keeps: its memory and the charts are full from the start."""
+"""Steps that each rank reports before the start. The daemon keeps as many, so that its memory and the charts are
+full."""
 MOST_SAMPLES, SECONDS_A_SAMPLE = 60, 10.0
-"""Collecting a page's garbage keeps it busy: no more often."""
+"""Most samples of memory, and least seconds between them. Each sample collects garbage in the pages, which keeps them
+busy."""
 BINARY = 2
 WARM_UP = 0.25
 MAX_SLOPE = 0.05
@@ -59,15 +60,18 @@ MAX_REFRESH_SECONDS = 0.5
 
 @dataclass
 class Refreshes:
-    """One page's requests and answers on its websocket. A request names the part that is to be drawn anew; the end of
-    an answer names all that were in it, for requests that came while another was answered are answered together."""
+    """Measures the refreshes of one page from the messages of its websocket.
+
+    A request names the part of the page to draw again. An answer can be for several requests, if they came while an
+    earlier answer was in progress; its end names all of their parts.
+    """
 
     seconds: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     _asked: dict[str, float] = field(default_factory=dict)
 
     def watch(self, page: Page, session: CDPSession) -> None:
-        """From before the page is opened."""
+        """Begins to record the page's messages and errors. Call this before the page is opened."""
         page.on("pageerror", lambda error: self.failures.append(str(error)))
         session.send("Network.enable")
         session.on("Network.webSocketFrameSent", self._sent)
@@ -85,14 +89,14 @@ class Refreshes:
 
 
 def _payload(frame: dict[str, Any]) -> bytes:
-    """Of a binary frame; nothing of others."""
+    """The content of a binary frame; empty for other frames."""
     response = frame["response"]
     return base64.b64decode(response["payloadData"]) if response["opcode"] == BINARY else b""
 
 
 @dataclass
 class Memory:
-    """Bytes, sample by sample."""
+    """Samples of memory in bytes: of server, daemon and browser, and of the JavaScript heap of the pages."""
 
     server: list[int] = field(default_factory=list)
     daemon: list[int] = field(default_factory=list)
@@ -107,7 +111,7 @@ class Memory:
 
 
 def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
-    """Runs it, and gives the figures."""
+    """Runs the measurement, and returns its figures."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         process = stack.enter_context(daemon_process(Path(folder)))
@@ -151,7 +155,7 @@ def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
 
 
 def meets(found: dict[str, Any]) -> bool:
-    """Whether the claim holds."""
+    """Whether these figures fulfil the claim."""
     slopes = [found[f"{name}_slope"] for name in ("server", "browser", "heap")]
     return max(slopes) < MAX_SLOPE and found["refresh_p95_seconds"] < MAX_REFRESH_SECONDS and not found["failures"]
 
@@ -179,7 +183,8 @@ def _memory_figures(memory: Memory) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _training(daemon: Daemon, num_ranks: int) -> Iterator[list[float]]:
-    """Ranks that report every second; the times of their reports."""
+    """Context in which ranks train and report every second. Yields the list of the times of their reports, which
+    grows."""
     times = list[float]()
     agents = [
         Agent(daemon, run=RUN, rank=rank, world_size=num_ranks, paths=("nvme", "pfs")) for rank in range(num_ranks)
@@ -215,7 +220,7 @@ def _open(page: Page, url: str) -> None:
 
 
 def _child(argument: str) -> psutil.Process:
-    """The one that was started with this argument."""
+    """The child process of this process that was started with this argument."""
     return next(child for child in psutil.Process().children() if argument in child.cmdline())
 
 
@@ -224,13 +229,13 @@ def _browser_processes() -> list[psutil.Process]:
 
 
 def _busy(server: psutil.Process, daemon: psutil.Process) -> dict[str, float]:
-    """CPU seconds so far."""
+    """CPU seconds since its start of each program: server, daemon, browser and (this process) the ranks."""
     found = {"server": [server], "daemon": [daemon], "browser": _browser_processes(), "ranks": [psutil.Process()]}
     return {name: sum(map(_cpu_seconds, processes)) for name, processes in found.items()}
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """0 of one that has just ended."""
+    """CPU seconds of a process; 0 if it has just ended."""
     try:
         return float(sum(process.cpu_times()[:2]))
     except psutil.Error:
@@ -238,7 +243,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _proportional(process: psutil.Process) -> int:
-    """0 of one that has just ended."""
+    """Proportional set size of a process in bytes; 0 if it has just ended."""
     try:
         return int(process.memory_full_info().pss)
     except psutil.Error:

@@ -1,20 +1,23 @@
 """Claim: with state on one disk and the same host memory, backward and update take far less time than DeepSpeed's.
 
-DeepSpeed is ZeRO-3 with `offload_optimizer: nvme`, pipelined both ways, on its CPU accelerator. Both train the same
-fp32 model in processes of their own, on the same disk, past the page cache, with buffers in huge pages; a third process
-trains it in bf16 with remainders. Rounds are interleaved, and each has a run of fio with as many reads as writes, in
-blocks of the same size, with as many of them in flight: disks of VMs are throttled in bursts.
+DeepSpeed is ZeRO-3 with `offload_optimizer: nvme`, pipelined in both directions, on its CPU accelerator. Tidegate and
+DeepSpeed train the same fp32 model, each in its own process, on the same disk, past the page cache, with buffers in
+huge pages; a third process trains it with Tidegate in bf16 with remainders. Rounds are interleaved. Each round also
+runs fio, with as many reads as writes, and with the same block size and queue depth, because disks of virtual machines
+are throttled in bursts.
 
-Weights and one gradient for each are in both sides' memory anyway (on a GPU they would be on the device, here that is
-emulated and nothing is claimed about a GPU). The budget is what comes beside them: staging buffers and cache.
-DeepSpeed gets the least that it can pipeline with; we get as much, less than a quarter of our state. That is how both
-are configured. Where control groups can be made, each process gets the same limit for all of its memory as well, what
-DeepSpeed's needs after its first steps (`budget`).
+Weights and one gradient for each are in the memory of all processes. On a GPU they would be on the device; here it is
+emulated, so that the results say nothing about a GPU. The memory budget is for the rest: staging buffers and cache.
+DeepSpeed gets the least memory with which it can pipeline, and Tidegate is configured for as much, less than a quarter
+of its state. Where control groups are available, the total memory of each process is also limited, to the need of
+DeepSpeed's process after its first steps (`budget`).
 
-`ratio_vs_deepspeed`: their backward and update by ours; `iteration_ratio`: with the forward. `bound_ratio_by_bytes`:
-what it would be if both ran at the speed of the disk: their bytes by ours. `share_of_disk_bandwidth`: what our update
-moves a second, by fio's rate. `overlap`: time in which a fetch, an update and a flush are all in progress, by the busy
-time of that of the three which is busy for the shortest time; `overlap_of_pairs`: the same of two of them.
+* `ratio_vs_deepspeed`: DeepSpeed's time of backward and update, divided by Tidegate's; `iteration_ratio`: the same with
+  the forward.
+* `bound_ratio_by_bytes`: this ratio if both ran at the speed of the disk: DeepSpeed's bytes divided by Tidegate's.
+* `share_of_disk_bandwidth`: throughput of Tidegate's update, divided by fio's.
+* `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
+  busy times; `overlap_of_pairs`: the same for two of them.
 """
 
 from __future__ import annotations
@@ -43,17 +46,18 @@ from storage.side import Model, Side
 
 WARM_UP = 2
 LIMIT_BY_PEAK = 1.05
-"""The limit of all memory of a process, by the most that DeepSpeed's has had when it is warm."""
+"""Memory limit of every process, as a multiple of the highest use of DeepSpeed's process during the warm-up."""
 IO_THREADS = 4
-"""That read, and as many that write."""
+"""Number of threads that read, and of threads that write."""
 SLOT_BYTES = {"float32": 8 + 4, "bfloat16": 10 + 2}
-"""For each parameter in a host slot or in the cache: state and weight."""
+"""Bytes per parameter in a host slot or in the cache: state and weight, by dtype of the weight."""
 STATE_BYTES = {"float32": 8, "bfloat16": 10}
 Rounds = dict[str, list[dict[str, Any]]]
 
 
 def our_offload(model: Model, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Slots and cache that take as much memory as DeepSpeed's buffers, of subgroups of half a layer."""
+    """Offload settings with which slots and cache take as much memory as DeepSpeed's buffers. A subgroup is half a
+    layer."""
     subgroup, slot = model.width**2 // 2, SLOT_BYTES[model.dtype]
     left = buffer_bytes(model) - options.host_slots * subgroup * slot
     return {
@@ -68,7 +72,7 @@ def our_offload(model: Model, directory: Path, options: argparse.Namespace) -> d
 
 
 class Groups:
-    """A control group for each side; none, and `reason`, where there can be none."""
+    """One memory control group for each side. If groups are not available, `reason` says why, and there is no limit."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self._groups = stack, dict[str, MemoryGroup]()
@@ -76,14 +80,15 @@ class Groups:
         self._limit = 0
 
     def join(self, name: str) -> str | None:
-        """The file to which a side of this name writes its process id."""
+        """Creates the group of the side with this name. Returns the file to which the side writes its process id, or
+        None without groups."""
         if self.reason is not None:
             return None
         self._groups[name] = self._stack.enter_context(MemoryGroup(name))
         return self._groups[name].members
 
     def bound(self) -> None:
-        """When all sides are warm."""
+        """Sets the memory limit of all groups. Call this after the warm-up of all sides."""
         if "deepspeed" not in self._groups:
             self.reason = self.reason or "DeepSpeed, whose need is the limit, is not there"
             return
@@ -105,7 +110,7 @@ class Groups:
 def start_sides(
     stack: ExitStack, folder: Path, groups: Groups, options: argparse.Namespace
 ) -> tuple[dict[str, Side], str | None]:
-    """Every side by name, and why DeepSpeed is missing when it is."""
+    """Starts all sides. Returns them by name, and the reason why DeepSpeed is not measured, or None."""
     sides, note = {}, None
     for name, dtype in (("tidegate", "float32"), ("tidegate_bf16", "bfloat16")):
         model = Model(layers=options.layers, width=options.width, dtype=dtype)
@@ -141,7 +146,8 @@ def start_sides(
 def interleaved(
     sides: dict[str, Side], yardstick: Path | None, groups: Groups, options: argparse.Namespace
 ) -> tuple[Rounds, dict[str, Any]]:
-    """One step of each a round, and a run of fio, until rounds or seconds are used up; and what `groups` tell."""
+    """Results of every side and of fio. Each round runs one step of each side, and fio if there is a `yardstick` (its
+    file), in random order, until rounds or seconds are used up. Also returns the figures of `groups`."""
     for side in sides.values():
         for _ in range(WARM_UP):
             side.step()
@@ -169,12 +175,12 @@ def of(rounds: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def medians(rounds: list[dict[str, Any]], key: str) -> dict[str, float]:
-    """Of each value in a table that every round has."""
+    """For each name in the dict `key` of the rounds: the median of its values."""
     return {name: round(statistics.median(one[key][name] for one in rounds), 4) for name in rounds[0][key]}
 
 
 def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
-    """What one of our sides did, with the spread of what varies."""
+    """The figures of one of the sides with Tidegate. `spread` has median and quartiles of those that vary."""
     ours = rounds[name]
     spreads: dict[str, Any] = {
         **{key: spread(of(ours, key)) for key in ("backward", "update", "backward_and_update", "iteration")},
@@ -228,7 +234,7 @@ def result(rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def budget(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    """Host memory beside weights and one gradient for each."""
+    """Host memory in addition to weights and gradients, of DeepSpeed (`bytes`) and of the sides with Tidegate."""
     model = Model(layers=options.layers, width=options.width)
     theirs = buffer_bytes(model)
     found: dict[str, Any] = {"bytes": theirs, "share_of_state": round(theirs / (8 * model.numel), 3)}

@@ -1,7 +1,8 @@
-"""Registers and spills of each Triton kernel in every form that a launch can ask for, compiled for GPUs not present.
+"""Registers and spills of each Triton kernel in every variant that can be launched, compiled for GPUs that are not
+present.
 
-The product's own calls bind their arguments, as before a launch; the compiler's report (ptxas -v) is read. One line for
-each form, or with --json one object. Exit status 1 if anything spills.
+The product's own calls bind the arguments, as for a launch; the report of the compiler (ptxas -v) is parsed. Prints one
+line for each variant, or with --json one object. Exit status 1 if any kernel spills registers.
 """
 
 from __future__ import annotations
@@ -30,26 +31,28 @@ from tidegate.kernels.arithmetic.self_test import TrialGradient, TrialUpdate
 
 CAPABILITIES = (80, 90, 100, 120)
 ADDRESS = 0x7F00_0000_0000
-"""As of memory on a GPU: nothing is launched, so that nothing is read there."""
+"""An address such as those of GPU memory. It is never accessed, because nothing is launched."""
 Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the compiler says of one kernel."""
+    """The compiler's figures of one kernel in one variant (`form`), for one architecture (`capability`: 80 is
+    sm_80)."""
 
     kernel: str
     form: str
     capability: int
     registers: int
     spilled_bytes: int
-    """Stored and loaded."""
+    """Bytes of spill stores plus spill loads."""
     stack_bytes: int
 
 
 @dataclass(frozen=True)
 class Bound:
-    """How Triton understands the arguments of one launch."""
+    """Triton's interpretation of the arguments of one launch: their types, constants and attributes (such as
+    alignment)."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
@@ -58,7 +61,7 @@ class Bound:
 
 
 class _Target:
-    """In the place of Triton's driver: a GPU of which only the architecture is known."""
+    """Replacement of Triton's driver, for a GPU that is not present: it only knows the architecture."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -75,7 +78,7 @@ class _Target:
 
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Launches compile for this architecture, and do nothing else."""
+    """Context in which launches of kernels only compile them, for this architecture."""
 
     def no_launch(kernel: Any, grid: Any) -> Any:
         return functools.partial(kernel.run, grid=grid, warmup=True)
@@ -92,7 +95,7 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def bound(call: Call, capability: int = 90) -> list[Bound]:
-    """The launches that `call` makes, none of them compiled."""
+    """The launches that `call` would make. Nothing is compiled."""
     found: list[Bound] = []
 
     def seen(*, compile: Any, fn: Any, **_: Any) -> bool:
@@ -108,7 +111,7 @@ def bound(call: Call, capability: int = 90) -> list[Bound]:
 
 
 def rows(call: Call, form: str, capability: int) -> list[Row]:
-    """Compiles what `call` launches."""
+    """Compiles the kernels that `call` launches, and returns their figures."""
     report = io.StringIO()
     with (
         compiling_for(capability), _set(knobs.nvidia, "dump_ptxas_log", True),
@@ -129,7 +132,7 @@ def _parsed(report: str, form: str, capability: int) -> Iterator[Row]:
 
 
 def forms() -> Iterator[tuple[str, Call]]:
-    """Every form of every kernel, with a call that launches it."""
+    """Every variant of every kernel: its description, and a call that launches it."""
     for weight, grad, arithmetic in itertools.product(WeightFormat, GradDtype, Arithmetic):
         for kind, aligned in itertools.product(("AdamW", "Adam", "no decay"), (True, False)):
             if kind != "no decay" or arithmetic is not Arithmetic.TORCH:
@@ -146,7 +149,7 @@ def _update(weight: WeightFormat, grad: GradDtype, arithmetic: Arithmetic, kind:
 def update_of(
     numel: int, weight: WeightFormat, grad: GradDtype, arithmetic: Arithmetic, kind: str, address: int
 ) -> TrialUpdate:
-    """`kind`: AdamW, Adam, or "no decay"."""
+    """The arguments of an update with all arrays at the same `address`. kind: "AdamW", "Adam", or "no decay"."""
     values = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, decoupled=kind == "AdamW")
     if kind == "no decay":
         values = replace(values, l2=0.0)

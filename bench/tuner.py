@@ -1,18 +1,20 @@
-"""Claim: on a real clock the tuner comes near the best stride within 20 steps, follows a link that halves, and rests.
+"""Claim: in real time the tuner comes near the best stride within 20 steps, adapts to a link that gets half as fast,
+and rests.
 
-One training with an emulated device. Its link and its updates are paced to stated rates, and so is the CPU update (a
-wrapper in this bench), all so slow that this machine's own speed hardly counts: threads, plans, clocks, spans, rates,
-predictions and decisions are real. Four parts:
+One training runs on an emulated device. Link, device update and CPU update (the last by a wrapper in this bench) are
+slowed down to stated rates, so far that this machine's own speed has little influence. Threads, plans, clocks, spans,
+rates, predictions and decisions are real. There are four parts:
 
-* `before`, `halved`: every stride in interleaved rounds, so that one knows what is best. The link has half its rate in
-  the second; that is set behind the engine's back, which only sees longer copies.
-* `from_worst`: the run begins with the slowest stride, `auto` from then on, 20 steps. `off_best`: how much longer the
-  update takes with the stride that it ended with than with the best one, by their medians in `before`.
-* `after_halving`: the link halves while training goes on; so many steps; by the medians in `halved`.
-* `with_noise`: the link's rate is drawn anew before each step, ±20 % (seeded). `changes` of the effective stride, those
-  of comparisons included; the target is one in 50 steps.
+* `before`, `halved`: times of every stride, in interleaved rounds, to know the best one. In `halved` the link has half
+  of its rate. The engine is not told, and only sees longer copies.
+* `from_worst`: the run begins with the slowest stride, then `auto` decides for 20 steps. `off_best`: how much longer
+  the update takes with the last stride than with the best one, by the medians of `before`.
+* `after_halving`: the link gets half as fast during training; then follow a given number of steps. `off_best` is by the
+  medians of `halved`.
+* `with_noise`: the link's rate is random in each step, ±20 % (seeded). `changes`: changes of the effective stride,
+  including those for comparisons. The target is at most one in 50 steps.
 
-The same in virtual time, where nothing else interferes, is a test: tests/tuner/test_convergence.py.
+tests/tuner/test_convergence.py tests the same in virtual time, without disturbances.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def measured(training: Training, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(training: Training, rounds: int) -> Times:
-    """Median seconds of the update by stride; every round runs each once."""
+    """Median update time in seconds, by stride. Each round runs every stride, and counts the shorter of two updates."""
     chance = random.Random(1)
     times: dict[float | Off, list[float]] = {stride: [] for stride in STRIDES}
     for _ in range(rounds):
@@ -123,7 +125,7 @@ def pace(training: Training, bytes_per_second: float) -> None:
 
 
 def steps(training: Training, count: int) -> list[float | Off]:
-    """The stride after each step."""
+    """Runs `count` steps, and returns the stride that is in force after each."""
     return [stride for _ in range(count) for stride in one_step(training)]
 
 
@@ -138,7 +140,8 @@ def noisy_step(training: Training, link: float, chance: random.Random) -> list[f
 
 
 def near(ran: list[float | Off], times: Times) -> dict[str, Any]:
-    """How far from the best it ended, and the first step from which on it stayed near."""
+    """Comparison of a run with the best stride: its relative distance at the end, and the first step after which the
+    distance stays below NEAR."""
     offs = [off_best(stride, times) for stride in ran]
     stayed = next((i for i in range(len(offs)) if max(offs[i:]) <= NEAR), None)
     return {
@@ -148,7 +151,8 @@ def near(ran: list[float | Off], times: Times) -> dict[str, Any]:
 
 
 def off_best(stride: float | Off, times: Times) -> float:
-    """By the measured strides; one in between counts as the worse of its neighbours."""
+    """How much longer the update takes with this stride than with the best one, as a share. For a stride that was not
+    measured, the slower one of its neighbours counts."""
     best = min(times.values())
     if stride in times:
         return round(times[stride] / best - 1, 4)
@@ -163,7 +167,7 @@ def changes(ran: list[float | Off]) -> int:
 
 
 def strides(ran: list[float | Off]) -> list[tuple[int, float | Off]]:
-    """(step, stride) of each change; the first entry is what it began with."""
+    """The changes of the stride as (step, stride). The first entry is the stride of the first step."""
     return [(i + 1, one) for i, one in enumerate(ran) if i == 0 or one != ran[i - 1]]
 
 

@@ -64,7 +64,8 @@ def problem(status: int, type: str, detail: str, headers: dict[str, str] | None 
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the problems of this route, in addition to the problems of every route."""
+    """Value of a route's argument `responses`: the status codes of problems that this route can answer in addition to
+    the problems of every route."""
     return {status: {"description": TITLES[status]} for status in statuses}
 
 
@@ -77,7 +78,7 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> str:
-    """The header Allow: the methods of all routes at this path. Starlette gives the methods of the first route only."""
+    """Value of the header Allow: methods of all routes at this path. Starlette gives those of the first route only."""
     routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 

@@ -1,1 +1,1 @@
-"""What Prometheus, Alertmanager and Grafana are given: files, and the code that makes the dashboards among them."""
+"""Configuration of Prometheus, Alertmanager and Grafana, and the code that generates the Grafana dashboards."""

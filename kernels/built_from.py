@@ -16,8 +16,8 @@ def checksum_of_sources(folder: Path) -> str:
 
 
 def require_current_build(folder: Path = Path(__file__).parent / "src") -> None:
-    """ImportError if the native module was not built from the present sources. Not checked for wheels, which have no
-    sources."""
+    """Raises ImportError if the native module was not built from the present sources. Wheels are not checked, because
+    they have no sources."""
     built_from = getattr(_native, "SOURCES", "unknown")
     if folder.is_dir() and checksum_of_sources(folder) != built_from:
         raise ImportError(

@@ -53,7 +53,7 @@ class TidegateError(Exception):
 
 
 class ConfigError(TidegateError, ValueError):
-    """A setting that cannot work."""
+    """A setting that cannot work, found at construction or at start."""
 
 
 class KnobError(ConfigError):
@@ -99,11 +99,11 @@ class EngineError(TidegateError, RuntimeError):
 
 
 class LaneStuckError(EngineError):
-    """An op outlived the watchdog."""
+    """An op ran longer than the watchdog allows (`watchdog_seconds`). The message names lane and op."""
 
 
 class DeviceAccessError(EngineError):
-    """An op touched memory that is not where it must be."""
+    """An op used memory in the wrong place: an address that is not on the device, or that is not on the host."""
 
 
 class StorageError(TidegateError):
@@ -228,7 +228,7 @@ class NewerFormat(StateFileError):
 
 
 class ForeignByteOrder(StateFileError):
-    """The numbers in the data have the other byte order."""
+    """A machine with another byte order (big or little endian) wrote the file."""
 
     trouble = "was written on a machine of another byte order"
     remedy = "Load a checkpoint made with state_dict, which moves between machines."
@@ -280,7 +280,7 @@ class FileDamaged(StateFileError):
 
 
 class StrangeEntry(StateFileError):
-    """A link, a FIFO, a socket or a device file where Tidegate makes a plain file or a directory."""
+    """There is a link, a FIFO, a socket or a device file at the place of a plain file or directory of Tidegate."""
 
     trouble = "is something else than Tidegate makes"
     remedy = "Look who put it there, and remove it; nothing was read through it."
@@ -376,7 +376,7 @@ class NotFound(DaemonError):
 
 
 class StaleKnobs(DaemonError):
-    """The knobs changed since they were read."""
+    """Another client has changed the knobs since this client read them: its If-Match header names an old generation."""
 
 
 class RankTaken(DaemonError):

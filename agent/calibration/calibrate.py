@@ -1,4 +1,5 @@
-"""Calibration of this machine: measures each lane alone, then lanes together. Only real hardware is measured."""
+"""Calibration of this machine: measures each lane alone, then lanes together. Hardware that is missing is not
+emulated."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.speeds.saved_calibration import Calibration
 
 NUMEL: Final = 16_000_000
-"""Number of parameters of the measured update: with their state they exceed any cache by far."""
+"""Number of parameters of the measured update. With their state they are much larger than any cache."""
 OP_BYTES: Final = 16 << 20
 """Bytes of each copy, fetch and flush."""
 SECONDS: Final = 0.15
@@ -53,10 +54,11 @@ def calibrate(
     rounds: int = ROUNDS,
     progress: Progress = lambda _: None,
 ) -> Calibration:
-    """Measures CPU and paths, and the GPU if there is one. Missing hardware gets no rate: nothing is emulated.
+    """Measures CPU and paths, and the GPU if there is one. Hardware that is missing gets no rate, and is not emulated.
 
-    paths: directories by name, or settings.
-    device: measured instead of the GPU. Keep the card of an emulated device apart from others.
+    paths: directory or settings of each path, by name.
+    device: device that is measured instead of the GPU. If it is emulated, keep its rate card apart from those of real
+        hardware.
     cpu_threads: threads of the update on the CPU, as in `Offload`.
     seconds: duration of each measurement.
     numel: number of parameters of the measured update.
@@ -65,7 +67,8 @@ def calibrate(
     rounds: number of rounds, of which medians are taken.
     progress: called with the name of the next measurement.
 
-    ConfigError when memory does not suffice, PathUnusable or PathFull for a directory that cannot hold the state.
+    Raises ConfigError if host memory does not suffice, and PathUnusable or PathFull for a directory that cannot hold
+    the state.
     """
     needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
@@ -116,7 +119,8 @@ def calibrate(
 
 
 def _check_space(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
-    """PathFull when the path lacks the space for all measurements: at the start, not after a minute."""
+    """Raises PathFull if the path lacks the space for all measurements. Called at the start, so that calibration does
+    not fail after a minute."""
     free = path.free_bytes
     if free is not None and needed_bytes > free:
         raise PathFull(
@@ -129,7 +133,8 @@ def _check_space(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
 def _card(
     alone: Mapping[str, LaneThroughput], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]
 ) -> RateCard:
-    """Rate card from the measured rates of lanes and the shares that they keep next to each other."""
+    """Makes a rate card from the rates of lanes alone and from `keeps`: the share of its rate that a lane keeps while
+    another lane works."""
     rates = {lane: found.rate for lane, found in alone.items()}
     lanes = {name: path_lanes(name) for name in paths}
     return RateCard(
@@ -148,8 +153,8 @@ def _card(
 
 
 def _cpu_rates_by_threads(numel: int, seconds: float, excluded: int, progress: Progress) -> dict[int, float]:
-    """Parameters per second of the update on the CPU with 1, 2, 4, … threads and with one per CPU, except the count
-    `excluded`."""
+    """Measures the update on the CPU with 1, 2, 4, … threads and with one thread per CPU, but not with `excluded`
+    threads. Returns parameters per second by number of threads."""
     cpus = available_cpus()
     counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {excluded}
     found: dict[int, float] = {}

@@ -1,5 +1,5 @@
-"""Fixed costs of ops and steps, measured with ops that do nothing: handing an op to its lane, waking the lane,
-recording its end."""
+"""Measures the fixed costs of ops and steps. The cost of an op (handing it to its lane, waking the lane, recording its
+end) is measured with ops that do nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STEPS: Final = 7
 TINY_NUMEL: Final = 64
 """Number of parameters of the step that is measured."""
 EARLY_OPS: Final = 1
-"""Number of ops that are done before `step()` is called: the copy of the gradient."""
+"""Number of ops of this step that are done before `step()` is called: one, the copy of the gradient."""
 SETTLE_SECONDS: Final = 0.01
-"""Pause between backward and `step()`, in which the gradient's copy ends."""
+"""Pause in seconds between backward and `step()`, in which the copy of the gradient ends."""
 
 
 class _NoOpRunner:
@@ -42,8 +42,8 @@ class _NoOpRunner:
 
 
 def op_overhead_seconds(paths: Sequence[str]) -> float:
-    """Seconds per op of a step whose ops do nothing. The subgroups are updated alternately on the CPU and on the
-    device."""
+    """Measures a step whose ops do nothing, and returns its seconds per op. Subgroups are updated alternately on the
+    CPU and on the device."""
     plan = _plan(paths)
     lanes = [lane for path in paths for lane in path_lanes(path)]
     executor = Executor(_NoOpRunner(), MonotonicClock(), lanes=(*LANES, *lanes), ahead=lanes)
@@ -54,7 +54,10 @@ def op_overhead_seconds(paths: Sequence[str]) -> float:
 
 
 def step_seconds(op_seconds: float) -> float:
-    """Seconds of a step with very few parameters, minus the overhead of its ops."""
+    """Measures a step with very few parameters, and returns its seconds without the overhead of its ops.
+
+    op_seconds: overhead of one op.
+    """
     weight = torch.nn.Parameter(torch.zeros(TINY_NUMEL, dtype=torch.bfloat16))
     gradient = torch.zeros_like(weight)
     durations: list[float] = []

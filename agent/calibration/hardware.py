@@ -1,4 +1,4 @@
-"""Hardware identity of a calibration: when one of its values changes, the machine must be calibrated again."""
+"""Identity of the hardware of a calibration: if one of its values changes, the machine must be calibrated again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def settings_of(path: PathLike) -> PathSettings:
 
 
 def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
-    """Hardware that a calibration belongs to: name and value of each property. A missing path has the value
-    `missing`."""
+    """Returns the properties of the hardware that a calibration belongs to: name and value of each. A path whose
+    directory is missing has the value `missing`."""
     properties = {
         "host": platform.node(),
         "cpu": _cpu_model(),
@@ -55,7 +55,7 @@ def _path_identity(path: PathSettings) -> str:
 
 
 def _cpu_model() -> str:
-    """CPU model as named by the kernel; the architecture where the kernel does not name it."""
+    """The CPU model that the kernel reports, or the architecture if the kernel reports none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,5 @@
-"""Workloads for the calibration of each lane: the engine's own operations, in memory like the engine's."""
+"""Workloads with which calibration measures each lane. They run the engine's own operations, in the same kind of memory
+as in the engine."""
 
 from __future__ import annotations
 
@@ -30,22 +31,25 @@ STATE_BYTES: Final = 10
 NORM: Final = "norm"
 """Name of the workload of gradient norms. It runs on the device's lane, with a rate of its own."""
 IN_FLIGHT: Final = 2
-"""Ops in progress at once on a path's lane: the engine starts the next op while one is in progress."""
+"""Number of ops that are in progress at the same time on a lane of a path. It is the same in the engine, which starts
+the next op while one is in progress."""
 SMALL: Final = 1 << 16
-"""Bytes, or parameters, of a small op, which takes hardly longer than an op that does nothing."""
+"""Size of a small op, in bytes or parameters. Such an op takes hardly longer than an op that does nothing."""
 _BYTE: Final = 0x3C
-"""Fill value: memory then holds small normal numbers in every format, and each page is allocated."""
+"""Byte with which memory is filled. Memory then holds small normal numbers in every format, and each page is
+allocated."""
 
 
 def touched_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Memory like the engine's, with every page allocated: unwritten zero pages would share one physical page."""
+    """Allocates memory as the engine does, and writes to every page: pages without a write would share one physical
+    page of zeros."""
     memory = aligned_buffer(nbytes)
     fill(memory.ctypes.data, _BYTE, nbytes)
     return memory
 
 
 def cpu_load(pool: ThreadPool, numel: int) -> Load:
-    """Updates `numel` parameters at a time on the CPU."""
+    """Workload of the CPU: updates of `numel` parameters."""
     arrays = [touched_memory(nbytes * numel) for nbytes in BYTES_PER_PARAM]
 
     def update(count: int) -> float:
@@ -124,7 +128,8 @@ class _TestStates:
         return int(self._memory.ctypes.data) + number * self._nbytes
 
     def transfers(self, way: Literal["read", "write"]) -> Callable[[], float]:
-        """Returns a function that waits for one transfer in this direction, while the next is in progress."""
+        """Returns a function that waits for the end of one transfer in this direction, while the next transfer is in
+        progress, and returns the bytes of one transfer."""
         numbers = self._numbers[:IN_FLIGHT] if way == "read" else self._numbers[IN_FLIGHT:]
         turns, in_flight = cycle(numbers), deque[Future[object]]()
 
@@ -142,8 +147,8 @@ class _TestStates:
 
 
 def _fill(device: Device, addresses: Sequence[int], numel: int) -> None:
-    """Fills device memory with normal numbers: otherwise a GPU might update denormal numbers, and the emulated device
-    NaN."""
+    """Fills the device memory at the addresses `places` with normal numbers. Otherwise a GPU might update denormal
+    numbers, and the emulated device NaN."""
     for address, nbytes in zip(addresses, BYTES_PER_PARAM, strict=True):
         host = device.host_buffer(nbytes * numel)
         fill(host.data_ptr(), _BYTE, nbytes * numel)

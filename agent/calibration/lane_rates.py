@@ -16,8 +16,8 @@ SHARE_DIGITS: Final = 3
 
 @dataclass(frozen=True)
 class Load:
-    """Workload of one lane. `once` does one piece and returns its amount, in parameters or bytes; `small` does a much
-    smaller piece."""
+    """Workload of one lane. `once` does one piece of work and returns its amount, in parameters or bytes; `small` does
+    the same with a much smaller piece."""
 
     lane: str
     once: Callable[[], float]
@@ -35,21 +35,23 @@ class LaneThroughput(NamedTuple):
 
 @dataclass
 class MeasurementRound:
-    """Results of one round: amounts per second of each lane alone and of two lanes at a time, measured within
-    seconds."""
+    """Results of one round: amounts (bytes or parameters) per second of each lane alone, and of each pair of lanes that
+    work at the same time. All are measured within a short time."""
 
     alone: dict[str, LaneThroughput]
     together: dict[tuple[str, str], tuple[float, float]]
 
 
 def rate(once: Callable[[], float], seconds: float) -> float:
-    """Amount per second, measured over at least `seconds`. The first piece, with cold caches, is not counted."""
+    """Amount of work per second, measured over at least `seconds`. The first piece is not counted, because caches are
+    cold."""
     each, amount = mean_per_piece(once, seconds)
     return amount / each
 
 
 def mean_per_piece(once: Callable[[], float], seconds: float) -> tuple[float, float]:
-    """Mean seconds and mean amount of a piece, measured over at least `seconds`, without the first piece."""
+    """Mean duration in seconds and mean amount of a piece of work, measured over at least `seconds`. The first piece is
+    not counted."""
     once()
     pieces, amount, began = 0, 0.0, time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds or not amount:
@@ -59,8 +61,8 @@ def mean_per_piece(once: Callable[[], float], seconds: float) -> tuple[float, fl
 
 
 def lane_throughput(load: Load, seconds: float) -> LaneThroughput:
-    """Rate and fixed cost of a lane, from pieces of two sizes if the load has a small one, which is measured for a
-    third of `seconds`."""
+    """Measures the rate of a lane, and its fixed cost per op if the load has pieces of two sizes. Small pieces are
+    measured for a third of `seconds`."""
     large, nbytes = mean_per_piece(load.once, seconds)
     if load.small is None:
         return LaneThroughput(nbytes / large, 0.0, nbytes / large)
@@ -107,7 +109,8 @@ def rates_together(works: Sequence[Callable[[], float]], seconds: float) -> list
 def measure(
     loads: Sequence[Load], alone_only: Sequence[Load], seconds: float, progress: Callable[[str], None]
 ) -> MeasurementRound:
-    """One round of measurements: each lane alone, then each pair of `loads`."""
+    """One round of measurements: each lane alone, then each pair of lanes in `loads`. alone_only: loads that are not
+    measured in pairs."""
     alone: dict[str, LaneThroughput] = {}
     for load in (*loads, *alone_only):
         progress(f"{load.lane} alone")
@@ -121,8 +124,8 @@ def measure(
 
 
 def medians(rounds: Sequence[MeasurementRound]) -> tuple[dict[str, LaneThroughput], dict[str, dict[str, float]]]:
-    """Medians of all rounds: throughput of each lane alone, and `keeps`, the share of it that a lane keeps next to
-    another. Shares compare rates of the same round, because the background load differs between rounds."""
+    """Medians over all rounds: the throughput of each lane alone, and `keeps`, the share of it that a lane keeps while
+    another lane works. Shares compare rates of the same round, because the background load differs between rounds."""
     alone = {
         lane: LaneThroughput(*map(median, zip(*(one.alone[lane] for one in rounds), strict=True)))
         for lane in rounds[0].alone
@@ -136,5 +139,5 @@ def medians(rounds: Sequence[MeasurementRound]) -> tuple[dict[str, LaneThroughpu
 
 
 def _share(kept: float) -> float:
-    """Rounds a share to SHARE_DIGITS and limits it to at most 1, whatever the noise."""
+    """Rounds a share to SHARE_DIGITS. The result is above 0 and at most 1, even if noise gives another value."""
     return min(1.0, max(10.0**-SHARE_DIGITS, round(kept, SHARE_DIGITS)))

@@ -28,11 +28,13 @@ def saved_rate_card(
     device: DeviceKind,
     cpu_threads: int,
 ) -> RateCard | None:
-    """Loads the saved rate card for this hardware from `folder`: the one with these paths, else the one without paths.
-    None when there is none.
+    """Loads the saved rate card for this hardware from `folder`: the one with these paths if it exists, else the one
+    without paths. None if neither exists.
 
+    settings: settings of the run's paths, by name.
     speeds: speeds of the paths, as the run measured them at its start; used for paths that were not calibrated.
-    device: an emulated device gets no rates of a GPU, because they do not apply to it.
+    device: kind of the run's device. An emulated device gets no rates of a GPU, because they do not apply to it.
+    cpu_threads: number of threads of the run's CPU lane, to which the rate of the CPU belongs.
     """
     paths = {name: path for name, path in settings.items() if isinstance(path, PathSettings)}
     calibration = _load(folder, paths) or _load(folder, {})

@@ -1,4 +1,5 @@
-"""Runs real engine steps on a device for the calibration: with two subgroup sizes, interleaved and not."""
+"""Runs real engine steps on a device for the calibration, with two subgroup sizes, each with updates on the CPU alone
+and with updates on CPU and device."""
 
 from __future__ import annotations
 
@@ -23,15 +24,16 @@ from tidegate.simulator.calibration_fit import MeasuredStep
 TENSORS: Final = 8
 """Number of parameter tensors: their gradients arrive one after the other, and copies begin with the first."""
 SUBGROUPS: Final = (4, 16)
-"""Numbers of subgroups."""
+"""Numbers of subgroups with which steps are run."""
 STRIDES: Final = (OFF, 4.0)
 STEPS, PATH_STEPS = 8, 4
-"""Numbers of steps for each size and stride, and for each size on a path. Half of them count."""
+"""Number of steps for each subgroup size and stride, and number of steps for each subgroup size on a path. Half of them
+count."""
 WARMUP_STEPS: Final = 2
 """Steps after each change of knobs that are not counted."""
 REST_SECONDS: Final = 0.1
-"""Pause between the last copy of a gradient and `step()`. Copies that a backward hides must not overlap the update, and
-the CPU cores go idle as in a real backward, from which they need time to wake."""
+"""Pause in seconds between the last copy of a gradient and `step()`. In the pause the copies end, so that they do not
+overlap the update, and the CPU cores go idle as in a real backward, after which they need time to wake."""
 
 
 def engine_steps(
@@ -41,11 +43,14 @@ def engine_steps(
     d2h_bytes_per_second: float,
     paths: Mapping[str, PathSettings],
 ) -> list[MeasuredStep]:
-    """Runs steps with each subgroup size and stride, and with each path alone, and returns half of them: those around
-    the median duration.
+    """Runs steps with each subgroup size and stride, and with each path alone, and returns half of them: those with
+    durations around the median.
 
-    Weights have 16 bits; the state is in host memory or on the path. An emulated device is paced as `device` is now.
-    `d2h_bytes_per_second`: rate of `device`, for a backward that is long enough to copy the gradients.
+    Weights have 16 bits; the state is in host memory or on the path. If `device` is emulated, the steps use its present
+    rates.
+
+    d2h_bytes_per_second: rate of copies from `device`. It determines the length of the simulated backward, which must
+    be long enough to copy the gradients.
     """
     rates = device.rates if isinstance(device, EmulatedDevice) else None
     offload = partial(Offload, device="emulated", emulated=rates) if rates else Offload
@@ -83,8 +88,8 @@ def _step(
     backward_seconds: float,
     results: list[StepResult],
 ) -> MeasuredStep:
-    """One step. Between the arrival of the gradients and `step()` it waits `backward_seconds`: until their copies are
-    done, and REST_SECONDS more."""
+    """Runs one step. `backward_seconds`: pause between the arrival of the gradients and `step()`, long enough for their
+    copies and REST_SECONDS."""
     began = time.monotonic()
     torch.autograd.backward(weights, gradients)  # accumulated: allocating new gradients would keep cores busy
     time.sleep(backward_seconds)

@@ -1,8 +1,8 @@
 """Background part of a checkpoint: copies the held state while training continues, then publishes the checkpoint.
 
 One thread copies chunk by chunk. It starts no chunk while an update runs, because the lanes then need paths, memory and
-cores. It is not a daemon thread: a process that ends waits for it. Errors are reported, and the previous checkpoint is
-kept.
+cores. It is not a daemon thread: at its end, the process waits for the thread. Errors are reported, and the previous
+checkpoint is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tidegate.kernels import IoPool, aligned_buffer
 log = logging.getLogger("tidegate.tiers")
 
 THREADS: Final = 2
-"""Blocks transferred at once: enough for a drive, and a small load next to a forward pass."""
+"""Number of blocks transferred at once: enough for the speed of a drive, and few enough not to disturb a forward
+pass."""
 POLL_SECONDS: Final = 0.01
 """Interval at which the thread checks whether the update is over."""
 LOG_INTERVAL_SECONDS: Final = 10.0
@@ -40,8 +41,8 @@ LOG_INTERVAL_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class UnpublishedPart:
-    """One rank's part of a checkpoint before it is published. Its folder exists; the state in `pending` is not written
-    yet."""
+    """One rank's part of a checkpoint before it is published. `pending`: state that is not written yet, each with the
+    file to write it to. All other files exist, except the manifest."""
 
     directory: Path
     manifest: Manifest
@@ -74,7 +75,7 @@ def remove_part(folder: Path) -> None:
 
 
 class _DroppedError(Exception):
-    """Raised in the thread when the checkpoint was dropped."""
+    """Raised in the thread when the checkpoint is given up (dropped) before it is complete."""
 
 
 @dataclass
@@ -101,8 +102,8 @@ class PendingCheckpoint:
         on_complete: Callable[[Checkpoint], None],
         ranks: Ranks,
     ) -> None:
-        """`updating`: returns whether an update runs. `on_complete`: called when this rank's part is published; with
-        several ranks, when all agree in `wait_and_agree`. `start` starts the thread."""
+        """`updating`: returns whether an update is running. `on_complete`: called when the checkpoint is complete; with
+        several ranks that is known after the agreement in `wait_and_agree`. The thread does not run before `start`."""
         self.directory = part.directory
         self.total_bytes = sum(padded_bytes(state.kind.data_bytes) for state, _ in part.pending)
         self._part, self._updating, self._on_complete, self._ranks = part, updating, on_complete, ranks
@@ -125,14 +126,14 @@ class PendingCheckpoint:
         return pending
 
     def start(self) -> None:
-        """Starts the thread, which from now on owns the part."""
+        """Starts the thread. From now on the thread publishes or removes the part."""
         log.info("checkpoint %s: copying %s bytes while training continues", self.directory, f"{self.total_bytes:,}")
         threading.Thread(target=self._drain, name="tidegate-drain", daemon=False).start()
 
     # ---- for users
 
     def done(self) -> bool:
-        """Whether the background work is over: the checkpoint is complete, or failed."""
+        """Whether the background work of this rank has ended, with success or failure."""
         return self._ended.is_set()
 
     @property
@@ -142,9 +143,10 @@ class PendingCheckpoint:
 
     def result(self, timeout: float | None = None) -> Checkpoint:
         """Waits until this rank's part is on stable storage. TimeoutError after `timeout` seconds; CheckpointFailed
-        when it could not be written: older checkpoints are then unchanged.
+        when the part could not be written: older checkpoints are then unchanged.
 
-        With one rank the checkpoint is then complete; with several, when the last rank's part is written.
+        With one rank the checkpoint is then complete. With several ranks it is complete when all ranks have written
+        their parts.
         """
         if not self.done() and os.getpid() != self._pid:
             raise EngineError(f"{self.directory} is written by the parent process; a forked child cannot wait for it.")
@@ -166,8 +168,8 @@ class PendingCheckpoint:
     # ---- for the optimizer
 
     def raise_if_failed_alone(self) -> None:
-        """Calls `raise_if_failed` with one rank only. With several ranks, an error on one rank would leave the others
-        waiting in a collective: ranks agree in `wait_and_agree`."""
+        """Calls `raise_if_failed` if there is only one rank. With several ranks, an error on one of them would leave
+        the others waiting in a collective, so errors are raised on all ranks by `wait_and_agree`."""
         if self._ranks.count == 1:
             self.raise_if_failed()
 
@@ -177,8 +179,9 @@ class PendingCheckpoint:
             self.result()
 
     def wait_and_agree(self) -> None:
-        """Waits until all ranks' parts are written or failed, and agrees on the result: a collective call of all ranks.
-        CheckpointFailed when the checkpoint is not complete; with one rank, only if the error was not raised before."""
+        """Waits until all ranks have written their parts or failed, and agrees on the result. A collective call of all
+        ranks. CheckpointFailed on all ranks when the checkpoint is not complete; with one rank, only if the error was
+        not raised before."""
         self._ended.wait()
         if not self._agreed:
             self._agreed = True
@@ -193,7 +196,8 @@ class PendingCheckpoint:
         self.raise_if_failed()
 
     def finish(self) -> None:
-        """Waits for this rank's part, with a log message. An exception during the wait drops the checkpoint."""
+        """Waits for this rank's part, with a log message. If an exception interrupts the wait, the checkpoint is given
+        up."""
         if os.getpid() != self._pid or self.done():
             return
         log.info("waiting for checkpoint %s: %s", self.directory, self._progress_text())
@@ -236,15 +240,15 @@ class PendingCheckpoint:
                 state.close()
 
     def _complete(self, published: Checkpoint) -> None:
-        """Stores the published checkpoint; with one rank, deletes expired ones."""
+        """Stores the published checkpoint. With one rank, `on_complete` is called."""
         self._published = published
         log.info("checkpoint %s is complete: %s", self.directory, self._progress_text())
         if self._ranks.count == 1:
             self._remove_expired(published)
 
     def _before_chunk(self, nbytes: int) -> None:
-        """Waits while an update runs; called before each chunk of `nbytes`. Raises _DroppedError if the checkpoint was
-        dropped."""
+        """Called before each chunk of `nbytes`: waits while an update runs. Raises _DroppedError if the checkpoint was
+        given up."""
         began = time.monotonic()
         # When the main thread has ended, `updating` is ignored: a lane may be stuck, and the process must still end.
         while self._updating() and threading.main_thread().is_alive() and not self._dropped.wait(POLL_SECONDS):

@@ -33,11 +33,12 @@ class Checkpoint:
         return self.directory / self.manifest.folder
 
     def verify(self) -> None:
-        """Verifies the files that `save_also` wrote by their checksums; all of them are read completely.
-        `load_checkpoint` calls it too. Call it yourself before you load weights from these files.
+        """Verifies the files that `save_also` wrote by their checksums, for which it reads them completely.
+        `load_checkpoint` calls this method. Call it yourself if you load weights from these files before that.
 
-        FileDamaged, DataTruncated or StrangeEntry when a file is not as it was written, FileUnreadable when the system
-        refuses to read it. Files saved by an earlier version of Tidegate have no checksums: a warning is logged once.
+        FileDamaged, DataTruncated or StrangeEntry when a file is damaged, missing or replaced by another kind of entry;
+        FileUnreadable when the system refuses to read it. Files saved by an earlier version of Tidegate have no
+        checksums: then a warning is logged, once.
         """
         with file_unreadable_on_error(self.folder):
             require_directory(self.folder)
@@ -63,8 +64,8 @@ class DamagedCheckpoint:
 
     @property
     def is_removable(self) -> bool:
-        """Whether `tidegate doctor` may remove it. False for checkpoints that may be sound: written by a newer version
-        of Tidegate or on another kind of machine, or unreadable at present."""
+        """Whether `tidegate doctor` may remove the checkpoint. False if it may be undamaged: a newer version of
+        Tidegate or another kind of machine wrote it, or it cannot be read at present."""
         return not isinstance(self.reason, NewerFormat | UnknownChecksum | ForeignByteOrder | FileUnreadable)
 
     def __repr__(self) -> str:

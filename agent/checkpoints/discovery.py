@@ -32,8 +32,8 @@ MANIFEST_NAME: Final = re.compile(r"rank(0|[1-9][0-9]*)\.json")
 
 
 def find_checkpoints(directory: str | os.PathLike[str], rank: int = 0) -> list[Checkpoint]:
-    """Lists all complete checkpoints in `directory`, the newest first, as parts of `rank`. Empty when there is no
-    directory.
+    """Lists all complete checkpoints in `directory`, the newest first, each with the manifest of `rank`. Empty when
+    there is no directory.
 
     Checkpoints with a damaged manifest are left out, with a warning: see `find_damaged_checkpoints`. PathUnusable when
     the directory cannot be read.
@@ -68,7 +68,7 @@ def list_checkpoints(directory: Path, rank: int) -> tuple[list[Checkpoint], list
 
 def manifests_of(step: Path) -> list[Manifest]:
     """Reads the manifests of all ranks in a checkpoint's directory. `StateFileError` when a manifest cannot be used,
-    FileNotFoundError when the checkpoint is removed meanwhile."""
+    FileNotFoundError when the checkpoint is removed at the same time."""
     with file_unreadable_on_error(step):
         return _manifests_of(step)
 
@@ -96,14 +96,14 @@ def _manifests_of(step: Path) -> list[Manifest]:
 
 
 def has_all_ranks(manifests: Sequence[Manifest]) -> bool:
-    """Whether the manifests are those of all ranks, from one attempt."""
+    """Whether the manifests belong to one attempt and include those of all its ranks."""
     if not manifests or len({(manifest.attempt, manifest.ranks) for manifest in manifests}) > 1:
         return False
     return len({manifest.rank for manifest in manifests}) == len(manifests) == manifests[0].ranks
 
 
 _warned: set[tuple[str, str]] = set()
-"""Damaged checkpoints, with the reason, for which a warning was logged in this process."""
+"""Damaged checkpoints that this process has already logged: directory and reason."""
 
 
 def warn_damaged(damaged: DamagedCheckpoint) -> None:
@@ -120,8 +120,8 @@ def warn_damaged(damaged: DamagedCheckpoint) -> None:
 
 
 def choose_checkpoint(directory: str | os.PathLike[str], rank: int, step: int | None) -> Checkpoint:
-    """The newest complete checkpoint, or the newest of `step`. NoCheckpoint when there is none; the damage, as its
-    error, when only damaged ones exist."""
+    """Finds the newest complete checkpoint; with `step`, the newest one of that step. If only damaged checkpoints
+    exist, raises the error of the damaged one with the highest step; if there are none at all, NoCheckpoint."""
     complete, damaged = list_checkpoints(Path(directory), rank)
     for one in complete:
         if step in (None, one.step):
@@ -141,7 +141,8 @@ def _step_of(directory: Path) -> int:
 
 
 def step_entries(directory: Path) -> list[Path]:
-    """Entries named like a checkpoint, of any kind. PathUnusable when the directory cannot be read."""
+    """Entries of any type whose names are those of checkpoints, sorted by name. PathUnusable when the directory cannot
+    be read."""
     try:
         return sorted(path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name))
     except FileNotFoundError:

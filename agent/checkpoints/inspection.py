@@ -42,7 +42,7 @@ from tidegate.kernels import aligned_buffer, crc32c
 log = logging.getLogger("tidegate.tiers")
 
 TIDEGATE_NAMES: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{1,32})")
-"""Names that Tidegate gives to entries of a checkpoint's directory."""
+"""Pattern of the names that Tidegate gives to entries of a checkpoint's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,14 @@ class Inspected:
 
     directory: Path
     step: int
-    """Number of updates; -1 if unknown."""
+    """Number of updates at the time of the checkpoint; -1 if unknown."""
     nbytes: int
-    """Bytes of its files, including files that paths or other checkpoints also link."""
+    """Bytes of the checkpoint's files, including files that are hard-linked elsewhere (by paths or other
+    checkpoints)."""
     is_complete: bool
     damage: DamagedCheckpoint | None
     unreadable: str = ""
-    """Reason why it could not be read; "" otherwise."""
+    """Reason why the checkpoint could not be read; "" if it could."""
 
 
 def inspect(directory: str | os.PathLike[str]) -> list[Inspected]:
@@ -85,11 +86,11 @@ def _inspect(step: Path) -> Inspected:
 
 
 def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """Finds the newest complete checkpoint whose every byte is as it was written; None when there is none. Each rank
-    reads its own part completely: a collective call that returns the same checkpoint on all ranks.
+    """Finds the newest complete checkpoint without damage; None when there is none. A collective call: each rank reads
+    its own part completely, and all ranks get the same checkpoint.
 
-    Checkpoints that are not sound are left out, with a warning that gives the reason. PathUnusable when the directory
-    cannot be read.
+    Damaged and unreadable checkpoints are left out, with a warning that gives the reason. PathUnusable when the
+    directory cannot be read.
     """
     ranks = Ranks.current()
     complete = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}
@@ -113,7 +114,7 @@ def _is_sound(checkpoint: Checkpoint) -> bool:
 
 
 def _check_part(checkpoint: Checkpoint) -> None:
-    """Reads a rank's part completely. `StateFileError` when something in it is not as it was written."""
+    """Reads a rank's part completely. `StateFileError` when something in it is damaged."""
     manifest = checkpoint.manifest
     checkpoint.verify()
     path = checkpoint.folder / OPTIMIZER_FILE
@@ -148,8 +149,8 @@ def remove_damaged(found: Inspected) -> None:
     """Removes a damaged checkpoint after inspecting it again. If a symbolic link is in its place, only the link is
     removed, not its target.
 
-    CheckpointTaken while a run saves to the directory; CheckpointFailed when the checkpoint is sound now, holds files
-    that are not Tidegate's, or cannot be removed.
+    CheckpointTaken while a run saves to the directory. CheckpointFailed when the checkpoint is no longer damaged,
+    contains files that are not Tidegate's, or cannot be removed.
     """
     directory, lock = found.directory, WriterLock()
     try:

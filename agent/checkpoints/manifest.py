@@ -27,8 +27,8 @@ from tidegate.errors import FileUnreadable, ManifestDamaged, NewerFormat
 from tidegate.kernels import WeightFormat
 
 VERSION: Final = 2
-"""Version of the format. Later versions keep the outer fields (`crc32` of the canonical text of `checkpoint`) or omit
-`crc32`. So a higher version together with a wrong checksum means damage."""
+"""Version of the manifest format. Later versions either keep the outer fields (`crc32` is the checksum of the canonical
+text of `checkpoint`) or have no `crc32`. So a manifest with a higher version and a wrong checksum is damaged."""
 VERSION_WITHOUT_FILES: Final = 1
 """Version of the format without the list of the user's files (`save_also`)."""
 MAX_MANIFEST_BYTES: Final = 1 << 30
@@ -43,7 +43,8 @@ class ParamForm:
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Strides of the dimensions longer than 1; the state has the order of the weight's memory."""
+    """Strides of the dimensions longer than 1. They are compared because state is stored in the memory order of the
+    weight."""
 
     @classmethod
     def of(cls, param: torch.Tensor) -> Self:
@@ -54,7 +55,8 @@ class ParamForm:
 
 @dataclass(frozen=True, slots=True)
 class StoredSubgroup:
-    """Subgroup in a checkpoint: its state file, and the segments of parameters in it."""
+    """Entry of a manifest for one subgroup: its state file, and the segments of parameters in it. `step`: number of the
+    update that the state belongs to."""
 
     file: str
     step: int
@@ -67,7 +69,7 @@ class StoredSubgroup:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of one rank's part of a checkpoint. `step`: number of updates of the optimizer."""
+    """Manifest of one rank's part of a checkpoint. `step`: number of updates that the optimizer had done."""
 
     step: int
     number: int
@@ -90,7 +92,7 @@ class Manifest:
 
     @property
     def own_files(self) -> frozenset[str]:
-        """Names of the files in the folder that Tidegate wrote, not the user."""
+        """Names of the files in the folder that Tidegate wrote. All other files there are the user's."""
         return frozenset((OPTIMIZER_FILE, *(stored.file for stored in self.subgroups)))
 
     def pack(self) -> bytes:
@@ -100,7 +102,7 @@ class Manifest:
 
     @classmethod
     def unpack(cls, data: bytes, file: Path) -> Self:
-        """Parses and validates a manifest. ManifestDamaged when it is not as it was written, NewerFormat when a later
+        """Parses and validates a manifest. ManifestDamaged when its content is damaged, NewerFormat when a later
         version of Tidegate wrote it."""
         try:
             return cls._unpack(data, file)
@@ -109,7 +111,7 @@ class Manifest:
 
     @classmethod
     def _unpack(cls, data: bytes, file: Path) -> Self:
-        """As `unpack`, but faults of the content raise WrongManifestError."""
+        """Like `unpack`, but raises WrongManifestError for faults of the content."""
         outer = schema.parse(data)
         if not isinstance(outer, dict) or not isinstance(values := outer.get("checkpoint"), dict):
             raise WrongManifestError(f"JSON of {len(data):,} bytes that is not a manifest", "a manifest")
@@ -191,7 +193,7 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def file_unreadable_on_error(path: Path) -> Iterator[None]:
-    """Converts OSError to FileUnreadable; FileNotFoundError is passed on unchanged."""
+    """Context manager that converts OSError to FileUnreadable. FileNotFoundError is passed on unchanged."""
     try:
         yield
     except FileNotFoundError:

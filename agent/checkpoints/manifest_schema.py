@@ -19,7 +19,7 @@ from tidegate.kernels import WeightFormat
 T = TypeVar("T")
 
 MAX_NUMBER: Final = 2**63 - 1
-"""The largest number of parameters, bytes or steps."""
+"""Largest number that a manifest may contain, for parameters, bytes and steps."""
 MAX_CHECKSUM: Final = 2**32 - 1
 ATTEMPT: Final = re.compile(r"[0-9a-f]{1,32}")
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -39,7 +39,8 @@ class WrongManifestError(Exception):
 
 
 class Fields:
-    """Values of one JSON object, each read once by its name and checked. A wrong value raises WrongManifestError."""
+    """Reads the values of one JSON object by name, each once, and checks them. WrongManifestError for a missing or
+    wrong value."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
@@ -47,54 +48,54 @@ class Fields:
         self._values, self._where = dict(values), where
 
     def number(self, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
-        """A whole number from `least` to `most`."""
+        """Reads a whole number from `least` to `most`."""
         value = self._take(name)
         if type(value) is not int or not least <= value <= most:
             _raise_wrong(self._at(name), value, f"a whole number from {least} to {most}")
         return value
 
     def text(self, name: str, form: re.Pattern[str]) -> str:
-        """A string that matches `form` completely."""
+        """Reads a string that matches `form` completely."""
         value = self._take(name)
         if type(value) is not str or not form.fullmatch(value):
             _raise_wrong(self._at(name), value, f"text like {form.pattern}")
         return value
 
     def path(self, name: str) -> str:
-        """The relative path of a file below the rank's folder."""
+        """Reads the relative path of a file below the rank's folder."""
         value = self._take(name)
         if type(value) is not str or not is_below(value):
             _raise_wrong(self._at(name), value, "the path of a file below the folder")
         return value
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers, none negative."""
+        """Reads a list of whole numbers, none negative."""
         value = self._take(name)
         if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value):
             _raise_wrong(self._at(name), value, "a list of whole numbers")
         return tuple(value)
 
     def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-        """A list of objects, each read by `read`."""
+        """Reads a list of objects; the function `read` converts each of them."""
         value = self._take(name)
         if not isinstance(value, list):
             _raise_wrong(self._at(name), value, "a list")
         return tuple(_read(read, one, f"{self._at(name)}[{index}]") for index, one in enumerate(value))
 
     def require_no_more(self) -> None:
-        """Raises when values remain that were not read."""
+        """Raises WrongManifestError when the object has values that were not read."""
         for name in self._values:
             where = f"in {self._where}" if self._where else "at its top"
             raise WrongManifestError(f"an unknown name, {short_text(name)}, {where}", "only names that Tidegate writes")
 
     def _take(self, name: str) -> Any:
-        """Removes a value from the unread ones and returns it."""
+        """Returns a value and marks it as read. WrongManifestError when it is missing or was already read."""
         if name not in self._values:
             raise WrongManifestError(f"no {self._at(name)}", "one")
         return self._values.pop(name)
 
     def _at(self, name: str) -> str:
-        """Full name of a value, for errors."""
+        """Full name of a value in the manifest, for errors."""
         return f"{self._where}.{name}" if self._where else name
 
 
@@ -112,7 +113,7 @@ def parse(data: bytes) -> Any:
 
 
 def read_segment(fields: Fields) -> Segment:
-    """A segment of a parameter in a subgroup."""
+    """Reads a segment: a range of one parameter's elements, and its place in the subgroup."""
     return Segment(
         param=fields.number("param"), offset=fields.number("offset"), start=fields.number("start"),
         numel=fields.number("numel", 1),
@@ -120,7 +121,8 @@ def read_segment(fields: Fields) -> Segment:
 
 
 def is_below(path: str) -> bool:
-    """Whether a relative path, with `/` between its parts, is normalised and leads to an entry below its start."""
+    """Whether `path` is a normalised relative path, with `/` as separator, that does not lead out of its start
+    directory."""
     parts = PurePosixPath(path).parts
     try:
         path.encode()
@@ -131,8 +133,8 @@ def is_below(path: str) -> bool:
 
 
 def check_subgroup(index: int, file: str, numel: int, state_bytes: int, fmt: int, segments: Sequence[Segment]) -> None:
-    """Checks a subgroup: file name and sizes must match `index`, format and number of elements, and the segments must
-    fill the subgroup without gaps. Raises WrongManifestError."""
+    """Checks one subgroup of a manifest. File name and sizes must match its `index`, weight format (`fmt`) and number
+    of elements, and its segments must fill it without gaps. WrongManifestError otherwise."""
     where, aux = f"subgroups[{index}]", list(WeightFormat)[fmt].aux_bytes
     if file != f"{index:06d}.tide":
         _raise_wrong(f"{where}.file", file, f"{index:06d}.tide")
@@ -173,7 +175,8 @@ def check_all_elements(shapes: Sequence[Sequence[int]], segments: Sequence[Segme
 
 
 def _read(read: Callable[[Fields], T], values: Any, where: str) -> T:
-    """Reads one JSON object, which must hold no further values."""
+    """Converts one JSON object with the function `read`. WrongManifestError when `read` leaves values unread. `where`:
+    name of the object for errors."""
     fields = Fields(values, where)
     result = read(fields)
     fields.require_no_more()

@@ -32,15 +32,16 @@ class OptimizerCheckpoints:
         self._lock = WriterLock()
 
     def save(self, target: Target, small: Callable[[], Mapping[str, Any]], step: int) -> Checkpoint:
-        """Saves a checkpoint. `small`: returns the optimizer's state besides the subgroups; it is called when nothing
-        is in progress any more."""
+        """Saves a checkpoint of the state after update number `step`. `small`: function that returns the optimizer's
+        state besides the subgroups. It is called when all transfers and earlier checkpoints have ended."""
         with self._idle():
             return save(self._contents(small, step), target, Ranks.current())
 
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
-        """As `save`, but the rest is written in the background. `memory_bytes`: see `save_in_background`."""
+        """Starts a checkpoint that is completed in the background, with the arguments of `save`. `memory_bytes`: see
+        `save_in_background`."""
         with self._idle():
             self._pending = save_in_background(self._contents(small, step), target, Ranks.current(), memory_bytes)
             return self._pending
@@ -50,7 +51,8 @@ class OptimizerCheckpoints:
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
-        """Waits until no transfer and no background checkpoint runs, and counts the time as the phase "checkpoint"."""
+        """Context manager for checkpoint work: waits until no transfer and no background checkpoint is running, and
+        counts the time as the phase "checkpoint"."""
         self.engine.require_usable()
         self.engine.drop_plan()
         with self._phases.within("checkpoint"):
@@ -95,7 +97,8 @@ class OptimizerCheckpoints:
             self._pending.raise_if_failed()
 
     def finish(self) -> None:
-        """Waits for this rank's part of a background checkpoint. An exception during the wait drops the checkpoint."""
+        """Waits for this rank's part of a background checkpoint. If an exception interrupts the wait, the checkpoint is
+        given up."""
         if self._pending is not None:
             self._pending.finish()
 
@@ -107,8 +110,8 @@ class OptimizerCheckpoints:
 def small_state(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: Sequence[int]
 ) -> dict[str, Any]:
-    """The optimizer's state besides the subgroups: param groups, other state, step counts. Parameters are numbered as
-    in `params`."""
+    """The optimizer's state besides the subgroups: param groups, step counts (`steps`), and state that is not stored by
+    parameter. In param groups, parameters are replaced by their index in `params`."""
     places = {id(param): index for index, param in enumerate(params)}
     groups = [{**group, "params": [places[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}

@@ -38,7 +38,7 @@ def publish(step_directory: Path, manifest: Manifest) -> Path:
 
 
 def unpublish(checkpoint: Checkpoint) -> None:
-    """Removes the rank's manifest: it is no longer a checkpoint. Its files remain."""
+    """Removes the rank's manifest, so that its part no longer counts as a checkpoint. The files of the part remain."""
     manifest_path(checkpoint.directory, checkpoint.manifest.rank).unlink(missing_ok=True)
     sync(checkpoint.directory)
 
@@ -46,8 +46,8 @@ def unpublish(checkpoint: Checkpoint) -> None:
 def unpublish_superseded(
     directory: Path, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint], rank: int
 ) -> None:
-    """Removes this rank's manifests of checkpoints that other ranks never completed, if they are older than the newest
-    of the `complete` ones. `damaged` ones are kept: they may have been complete."""
+    """Removes this rank's manifests of incomplete checkpoints (some ranks have no manifest there) that are older than
+    the newest `complete` one. `damaged` checkpoints are kept, because they may have been complete."""
     newest = max((one.manifest.number for one in complete), default=0)
     usable: Iterable[Checkpoint | DamagedCheckpoint] = (*complete, *damaged)
     kept = {one.directory for one in usable}
@@ -87,7 +87,8 @@ def _remove_tree(folder: Path) -> None:
 
 
 def _folders_named_by(manifest: Path) -> Sequence[str] | None:
-    """The folder that a manifest names, as a list; empty without a manifest, None when the manifest is unreadable."""
+    """The folder that a manifest names, as a list with one element. Empty when there is no manifest, None when the
+    manifest is unreadable."""
     try:
         return [read_manifest(manifest).folder]
     except FileNotFoundError:

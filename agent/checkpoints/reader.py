@@ -1,4 +1,5 @@
-"""Loads a checkpoint. The subgroups of the running optimizer may be divided, placed and stored differently."""
+"""Loads a checkpoint. The running optimizer may divide the parameters into other subgroups than the saved one, and
+store their state elsewhere."""
 
 from __future__ import annotations
 
@@ -31,13 +32,14 @@ from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_
 
 
 class Reader:
-    """Reader of one rank's part of a checkpoint, for parameters that the checkpoint fits. A context manager."""
+    """Reads one rank's part of a checkpoint for the parameters of the running optimizer. A context manager."""
 
     def __init__(self, checkpoint: Checkpoint, params: Sequence[torch.Tensor], ranks: Ranks) -> None:
-        """Checks everything except the data. Nothing in the optimizer is changed.
+        """Checks the checkpoint against the parameters, except the data of the state files. The optimizer is not
+        changed.
 
-        ForeignState for another model, rule or number of ranks; WeightsMismatch for other weights than those that the
-        state was saved with; other errors of `StateFileError` for damage.
+        ForeignState when model, update rule or number of ranks differ; WeightsMismatch when the model's weights are not
+        the ones that were saved with the state; other errors of `StateFileError` for damage.
         """
         self._checkpoint, self._params = checkpoint, params
         self._check_fits(ranks)
@@ -59,7 +61,7 @@ class Reader:
         self._pool.close()
 
     def optimizer(self) -> dict[str, Any]:
-        """The optimizer's small state (param groups, step counts), verified by its checksum."""
+        """Reads the optimizer's state besides the subgroups (param groups, step counts) and verifies its checksum."""
         path = self._checkpoint.folder / OPTIMIZER_FILE
         with checkpoint_failed_on_error(path), open_plain(path) as file:
             data = file.read()
@@ -71,8 +73,9 @@ class Reader:
         return loaded
 
     def scatter(self, engine: Engine) -> None:
-        """Copies the saved state into the engine's subgroups, wherever they are stored. Every block is verified when it
-        is read: BlockDamaged or DataTruncated; some state is then already replaced."""
+        """Copies the saved state into the engine's subgroups, on the device, the host or a path. Every block is
+        verified when it is read. BlockDamaged or DataTruncated when a block is damaged; part of the state is then
+        already replaced."""
         for layout in engine.layouts:
             with engine.memory.arrays(layout.id) as arrays:
                 for wanted in layout.segments:
@@ -84,14 +87,14 @@ class Reader:
                             arrays[name][to : to + numel] = array[given : given + numel]
 
     def _overlapping(self, wanted: Segment) -> Iterator[tuple[int, Segment]]:
-        """Saved segments that overlap `wanted`, with the index of their file. Files are read in order, each once,
-        because both divisions list the parameters in the same order."""
+        """Yields the saved segments that overlap the segment `wanted`, each with the index of its file. Saved and
+        running subgroups list the parameters in the same order, so files are read one after the other, each once."""
         for index, part in self._parts[wanted.param]:
             if part.offset < wanted.offset + wanted.numel and wanted.offset < part.offset + part.numel:
                 yield index, part
 
     def _arrays(self, index: int) -> dict[str, torch.Tensor]:
-        """State arrays of one file; the last file that was read is kept in memory."""
+        """Reads one state file and returns its arrays. The last file is kept in memory and not read again."""
         if self._read is None or self._read[0] != index:
             self._read = None
             header = self._headers[index]
@@ -101,7 +104,8 @@ class Reader:
         return self._read[1]
 
     def _fetch(self, path: Path, header: Header) -> None:
-        """Reads the data of a state file into the buffer and verifies its blocks."""
+        """Reads the data of a state file into the buffer and verifies its blocks. BlockDamaged, DataTruncated or
+        CheckpointFailed when that fails."""
         nbytes, expected = padded_bytes(header.data_bytes), np.array(header.block_checksums, np.uint32)
         fd, _ = open_direct(path)
         try:
@@ -124,7 +128,7 @@ class Reader:
     # ---- checks, before anything is changed
 
     def _check_fits(self, ranks: Ranks) -> None:
-        """ForeignState unless rule, number of ranks and parameters are the same."""
+        """Raises ForeignState if update rule, number of ranks or parameters differ from those of the checkpoint."""
         manifest, name = self._checkpoint.manifest, self._checkpoint.directory
         if (manifest.rule, manifest.ranks) != (UPDATE_RULE, ranks.count):
             raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{UPDATE_RULE} of {ranks.count}")
@@ -136,7 +140,7 @@ class Reader:
                 raise ForeignState(name, f"parameter {index} as {saved}", wanted)
 
     def _header(self, index: int, stored: StoredSubgroup) -> Header:
-        """Header of a state file, checked against the manifest and the model's weights."""
+        """Reads the header of a state file and checks it against the manifest and the model's weights."""
         path, manifest = self._path(index), self._checkpoint.manifest
         header = read_header(path)
         header.check_run(bytes.fromhex(manifest.run_id), path)
@@ -153,7 +157,7 @@ class Reader:
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a state file. Raises the `StateFileError` of its fault."""
+    """Reads the header of a state file. `StateFileError` when the header is damaged or the file is missing."""
     with checkpoint_failed_on_error(path), open_plain(path) as file:
         first = file.read(PAGE_BYTES)
         # A damaged number of blocks may ask for more bytes than the file has.
@@ -163,7 +167,8 @@ def read_header(path: Path) -> Header:
 
 @contextmanager
 def checkpoint_failed_on_error(path: Path) -> Iterator[None]:
-    """Converts OSError of a read: DataTruncated for a missing file, CheckpointFailed otherwise."""
+    """Context manager that converts OSError of a read: to DataTruncated for a missing file, to CheckpointFailed
+    otherwise."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -34,8 +34,8 @@ class SavedFile:
 
 
 def check_saved(folder: Path, reserved: Iterable[str]) -> None:
-    """ConfigError when `save_also` created an entry that cannot be part of a checkpoint: a link, a FIFO, a name that is
-    not UTF-8 or that is in `reserved`, the names at the top of the folder that Tidegate uses."""
+    """Checks the entries that `save_also` created in `folder`. ConfigError for an entry that cannot be part of a
+    checkpoint: a link or FIFO, a name that is not UTF-8, or one of the `reserved` names, which Tidegate uses itself."""
     taken = set(reserved)
     for path, is_plain in _entries(folder):
         name = path.relative_to(folder).as_posix()
@@ -76,11 +76,12 @@ def verify(folder: Path, files: tuple[SavedFile, ...]) -> None:
 
 
 _warned: set[str] = set()
-"""Folders without checksums that a warning was logged for."""
+"""Folders for which the warning about missing checksums was logged."""
 
 
 def warn_without_checksums(folder: Path, leave_out: frozenset[str]) -> None:
-    """Warns, once per folder, that the user's files in it have no checksums. No warning without such files."""
+    """Logs a warning, once per folder, that the user's files in the folder have no checksums. `leave_out`: names of
+    Tidegate's own files. No warning if there are no other files."""
     names = sorted({path.relative_to(folder).as_posix() for path, _ in _entries(folder)} - leave_out)
     if names and str(folder) not in _warned:
         _warned.add(str(folder))
@@ -91,7 +92,8 @@ def warn_without_checksums(folder: Path, leave_out: frozenset[str]) -> None:
 
 
 def _checksum(folder: Path, name: str, before_chunk: BeforeChunk, expected_bytes: int | None = None) -> SavedFile:
-    """Reads a file and computes its checksum. A file of another size than `expected_bytes` is not read."""
+    """Reads a file and computes its checksum. If the size differs from `expected_bytes`, the file is not read and the
+    checksum is an empty string."""
     digest = hashlib.sha256()
     with open_plain(folder / name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -107,7 +109,7 @@ def _checksum(folder: Path, name: str, before_chunk: BeforeChunk, expected_bytes
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """All entries below the folder except directories, and whether each is a plain file."""
+    """Yields all entries below the folder except directories, each with whether it is a plain file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -33,7 +33,7 @@ ATTEMPTS: Final = 3
 POLL_SECONDS: Final = 1.0
 
 BeforeChunk = Callable[[int], object]
-"""Callback before each chunk, called with the bytes of the chunk. It may wait or raise."""
+"""Type of a callback that is called before each chunk, with the number of its bytes. It may wait or raise."""
 
 
 class StateSource(Protocol):
@@ -46,8 +46,8 @@ class StateSource(Protocol):
     def block_bytes(self) -> int: ...
 
     def load(self, pool: IoPool, first: int, nbytes: int, buffer: int) -> int:
-        """Returns the address of `nbytes` of the state from offset `first` on. It may read into `buffer`, the address
-        of memory of that size, or return memory of its own."""
+        """Loads `nbytes` of the state from offset `first` on, and returns their memory address. `buffer`: address of
+        memory of that size, into which the state may be read; the result may also be another address."""
 
     def header(self, checksums: tuple[int, ...]) -> Header:
         """Header of the new file. `checksums`: checksums of the blocks that were written."""
@@ -58,8 +58,8 @@ class StateSource(Protocol):
 
 @dataclass(slots=True)
 class StateInMemory:
-    """Snapshot in memory at `address`, zero-padded to whole pages. `memory` is the object that keeps the memory
-    alive."""
+    """Snapshot of a subgroup's state in memory at `address`, zero-padded to whole pages. `memory`: object that owns
+    this memory and keeps it allocated."""
 
     kind: StateKind
     run_id: bytes
@@ -81,7 +81,7 @@ class StateInMemory:
 
 @dataclass(slots=True)
 class StateInFile:
-    """Snapshot in a file of a path. Each block is verified when it is read."""
+    """Snapshot of a subgroup's state that lies in a file of a path. Each block is verified when it is read."""
 
     held: HeldFile
 
@@ -173,7 +173,8 @@ def run_transfer(begin: Callable[[], IoTicket]) -> IoTicket:
 
 
 def _retried(begin: Callable[[], IoTicket]) -> IoTicket:
-    """Runs a transfer, and again after a transient error or a checksum mismatch; returns the last ticket."""
+    """Runs a transfer and returns its ticket. After a transient error or a checksum mismatch it is repeated, up to
+    `ATTEMPTS` attempts in all; the last ticket is returned."""
     for _ in range(ATTEMPTS - 1):
         ticket = run_transfer(begin)
         if ticket.ok or (ticket.error not in TRANSIENT_ERRORS and not ticket.checksum_mismatch):
@@ -182,7 +183,7 @@ def _retried(begin: Callable[[], IoTicket]) -> IoTicket:
 
 
 def _check(ticket: IoTicket, name: str | os.PathLike[str]) -> None:
-    """OSError when the transfer failed."""
+    """Raises OSError when the transfer failed."""
     if not ticket.ok:
         code = ticket.error or errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(name))

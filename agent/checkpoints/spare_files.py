@@ -1,7 +1,8 @@
-"""Reserves the disk space of a checkpoint: for its copies, and for a spare file per path file that it holds.
+"""Reserves the disk space of a checkpoint: space for its copies, and one spare file for each file of a path that the
+checkpoint holds.
 
 A file that a checkpoint holds is never written to again, so the next flush needs another file. That spare file is
-created before the checkpoint: PathFull is then raised while saving, never by a flush.
+created before the checkpoint, so that PathFull is raised while the checkpoint is saved and not during a flush.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from tidegate.errors import PathFull, PathUnusable
 
 
 class SpareFiles:
-    """Spare files of one rank's paths. `expiring`: checkpoints that are deleted once the new one is complete; their
-    files are reused as spares. Empty where flushes may happen before that."""
+    """Creates the spare files on one rank's paths for a new checkpoint. `expiring`: checkpoints that are removed when
+    the new one is complete; their files become spare files. Empty for a checkpoint in the background: flushes then need
+    spare files earlier."""
 
     def __init__(self, engine: Engine, rank: int, expiring: Sequence[Checkpoint]) -> None:
         self._engine, self._rank, self._expiring = engine, rank, expiring
         self._reused: list[tuple[Layout, str, Path]] = []
-        """Subgroups with their path and the file of an expiring checkpoint that becomes their spare."""
+        """Files of expiring checkpoints that will become spare files: subgroup, path and file."""
 
     def reserve(self, folder: Path, linked: Mapping[int, int], copied: Sequence[Layout]) -> None:
-        """Creates spare files for the subgroups that will be linked (`linked`: file sizes by subgroup), and checks the
-        space for the copies. Files of expiring checkpoints are reused where the size fits. PathFull, with nothing
-        changed, when the space is not there."""
+        """Creates spare files for the subgroups in `linked` (bytes of each file by subgroup), whose files the
+        checkpoint will link, and checks the space for the copies of the subgroups in `copied`. Files of expiring
+        checkpoints are used where the size is the same. PathFull, with nothing changed, when the space is not there."""
         reusable = self._reusable_files(folder)
         new: defaultdict[str, list[Layout]] = defaultdict(list)
         needed = sum(file_bytes(state_kind(layout, self._rank).data_bytes, BLOCK_BYTES) for layout in copied)
@@ -72,8 +74,8 @@ class SpareFiles:
         return True
 
     def take_reused_files(self) -> None:
-        """Turns files of expired checkpoints into spares. Call it when the new checkpoint is complete and the expired
-        ones are unpublished."""
+        """Turns the files of expired checkpoints into spare files. Call it when the new checkpoint is complete and the
+        expired ones are unpublished."""
         for layout, path, file in self._reused:
             self._store.storage_path(path).add_spare(layout.id, file)
 
@@ -83,7 +85,8 @@ class SpareFiles:
         return self._engine.store
 
     def _reusable_files(self, folder: Path) -> defaultdict[int, list[Path]]:
-        """State files of expiring checkpoints that no other name links, on the file system of `folder`; by size."""
+        """Lists the state files of expiring checkpoints, by size in bytes, that can become spare files: files on the
+        file system of `folder` that have no other hard link."""
         files: defaultdict[int, list[Path]] = defaultdict(list)
         device = folder.stat().st_dev
         for checkpoint in self._expiring:
@@ -97,7 +100,8 @@ class SpareFiles:
 
 
 def _check_space(where: str, needed: int, free: int, copies: int, spares: int) -> None:
-    """PathFull, with the figures, when `needed` bytes are more than the free ones."""
+    """Raises PathFull, with the figures, if `needed` bytes are more than the `free` bytes. `copies`, `spares`: numbers
+    of copies and spare files, for the message."""
     if needed > free:
         raise PathFull(
             f"A checkpoint {where} needs {needed:,} bytes more, {free:,} are free: for copies of {copies} subgroups "

@@ -45,8 +45,8 @@ def file_name(layout: Layout) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BackgroundCopies:
-    """Subgroups that are copied in the background: `held` ones from their present file, `in_memory` ones from a copy in
-    host memory. All others are linked or copied immediately."""
+    """Subgroups whose state is copied in the background: `held` ones from their file on a path, `in_memory` ones from a
+    copy in host memory. All other subgroups are linked or copied immediately."""
 
     held: frozenset[int] = frozenset()
     in_memory: frozenset[int] = frozenset()
@@ -90,7 +90,8 @@ class StateCopies:
     def put(
         self, folder: Path, spares: SpareFiles, background: BackgroundCopies, pending: list[tuple[StateSource, Path]]
     ) -> Iterator[StoredSubgroup]:
-        """Links, holds or copies the state of each subgroup; held and copied-to-memory state is added to `pending`."""
+        """Links, holds or copies the state of each subgroup, and yields the entries of the manifest. State that the
+        background thread must write is added to `pending`, with its target file."""
         layouts = self._engine.layouts
         copied = [layout for layout in layouts if layout.id not in self._linkable]
         spares.reserve(folder, self._linkable, copied)
@@ -113,13 +114,14 @@ class StateCopies:
                 )
 
     def _path(self, layout: Layout) -> StoragePath | None:
-        """The path that stores the subgroup's state, if it stores files. State in an object store is copied."""
+        """The path that stores the subgroup's state, if that path stores files. None for state on the device, on the
+        host or in an object store."""
         residence, store = self._engine.memory.residence[layout.id], self._engine.store
         path = store.paths[residence] if store is not None and is_path(residence) else None
         return path if isinstance(path, StoragePath) else None
 
     def _find_linkable(self, device: int) -> dict[int, int]:
-        """Sizes in bytes of the files that can be hard-linked into the checkpoint, by subgroup."""
+        """Files that can be hard-linked into the checkpoint: size in bytes by subgroup."""
         linkable = {}
         for layout in self._engine.layouts:
             path = self._path(layout)
@@ -129,22 +131,24 @@ class StateCopies:
         return linkable
 
     def _link(self, layout: Layout, target: Path) -> int | None:
-        """Links the subgroup's file to `target` and returns the step of its state. None when it cannot be linked."""
+        """Hard-links the subgroup's file to `target`. Returns the number of the update that its state belongs to; None
+        when the file cannot be linked."""
         path = self._path(layout)
         if path is None or layout.id not in self._linkable:
             return None
         return path.step_of(layout.id) if path.hard_link(layout.id, self._sums[layout.id], target) else None
 
     def _hold(self, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]]) -> int:
-        """Holds the subgroup's file open for the background copy and returns the step of its state."""
+        """Holds the subgroup's file open for the background copy. Returns the number of the update that its state
+        belongs to."""
         path = self._path(layout)
         assert path is not None, "only state in files is held"
         pending.append((StateInFile(path.hold(layout.id, self._sums[layout.id])), target))
         return path.step_of(layout.id)
 
     def _copy(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]] | None) -> int:
-        """Copies the subgroup's state to the file `target` or, with `pending`, to memory. Returns the step of the
-        state."""
+        """Copies the subgroup's state to the file `target`. If `pending` is given, the state is copied to memory
+        instead and added to `pending`. Returns the number of the update that the state belongs to."""
         kind, step = state_kind(layout, self._rank), self._step
         nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
         with self._engine.memory.arrays(layout.id, changed=False) as arrays:

@@ -50,9 +50,10 @@ SaveAlso = Callable[[Path], object]
 class Contents:
     """Input of a checkpoint.
 
-    optimizer: small state that can be loaded with weights_only=True.
-    step: number of updates.
-    lock: lock of the optimizer that writes.
+    engine, params: the engine with the state of the subgroups, and the parameters.
+    optimizer: all other state of the optimizer; it must be loadable with weights_only=True.
+    step: number of updates of the optimizer.
+    lock: the optimizer's locks on directories of checkpoints.
     """
 
     engine: Engine
@@ -64,7 +65,8 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Destination of a checkpoint. `keep`: number of the newest complete checkpoints that are kept."""
+    """Destination of a checkpoint. `keep`: number of complete checkpoints that are kept in the directory; older ones
+    are removed."""
 
     directory: str | os.PathLike[str]
     keep: int = 1
@@ -84,9 +86,9 @@ def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
 
 
 def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_bytes: int | None) -> PendingCheckpoint:
-    """As `save`, but returns when all state is linked or held; the rest is copied in the background. `memory_bytes`:
-    limit of the host memory for copies of state that is not on a path; None for half of the free memory. State beyond
-    the limit is written before this returns."""
+    """Starts a checkpoint like `save`, but returns when all state is hard-linked or held in files or memory; the rest
+    is copied in the background. `memory_bytes`: limit of the host memory for copies of state that is not on a path;
+    None for half of the free memory. State beyond the limit is written before this returns."""
     if memory_bytes is not None:
         _check_whole("memory_bytes", memory_bytes, 0)
     writer = _Writer(contents, target, ranks)
@@ -98,7 +100,8 @@ def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_
 
 
 def _check_whole(name: str, value: int, least: int) -> None:
-    """ConfigError unless it is a whole number of at least `least`."""
+    """Raises ConfigError unless `value` is a whole number of at least `least`. `name`: name of the setting, for the
+    message."""
     try:
         in_range = operator.index(value) >= least
     except TypeError:
@@ -124,7 +127,7 @@ class _Writer:
             unpublish_superseded(self._base, complete, damaged, ranks.rank)
             remove_orphans(self._base, ranks.rank)
         self._expiring = complete[target.keep - 1 :]
-        """Checkpoints that are removed when the new one is complete."""
+        """Older checkpoints that are removed when the new one is complete."""
         name, self._attempt, self._number = ranks.broadcast_from_first(_name_next(contents.step, complete, damaged))
         self._directory = self._base / name
         self._folder = self._directory / folder_name(ranks.rank, self._attempt)
@@ -133,7 +136,7 @@ class _Writer:
             self.states = StateCopies(contents.engine, contents.params, contents.step, self._run_id, ranks.rank, device)
 
     def write(self) -> Checkpoint:
-        """Writes everything immediately."""
+        """Writes the whole part before it returns."""
         spares = SpareFiles(self._engine, self._ranks.rank, self._expiring)
         with _failing_together(self._ranks, self._directory), _part_removed_on_error(self._folder):
             published = self._part(spares, BackgroundCopies()).publish()
@@ -144,7 +147,8 @@ class _Writer:
         return published
 
     def write_in_background(self, background: BackgroundCopies) -> PendingCheckpoint:
-        """Links, holds and copies what is needed now; a thread copies the rest."""
+        """Links files, holds files and copies state to memory before it returns. A thread then writes the held and
+        copied state."""
         # Flushes may happen before the new checkpoint is complete, and expiring ones are kept until then: their files
         # are not reused.
         spares = SpareFiles(self._engine, self._ranks.rank, ())
@@ -164,7 +168,7 @@ class _Writer:
     # ---- the part that is written immediately
 
     def _part(self, spares: SpareFiles, background: BackgroundCopies) -> UnpublishedPart:
-        """Creates the folder and writes everything that does not wait for the background thread."""
+        """Creates the folder and writes all files except the state that the background thread copies."""
         _make_folder(self._folder)
         sync(self._base)
         if self._save_also is not None:
@@ -185,7 +189,7 @@ class _Writer:
         return UnpublishedPart(self._directory, manifest, pending)
 
     def _write_optimizer(self, target: Path) -> int:
-        """Writes the optimizer's small state and returns the CRC-32 of the file."""
+        """Writes the optimizer's state besides the subgroups to a file, and returns the CRC-32 of the file."""
         buffer = io.BytesIO()
         torch.save(dict(self._contents.optimizer), buffer)
         try:
@@ -201,8 +205,8 @@ class _Writer:
 
 @contextmanager
 def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
-    """Makes a failure on one rank fail on all ranks: CheckpointFailed where another rank failed. A collective of all
-    ranks."""
+    """Context manager in which a failure on one rank makes all ranks fail: CheckpointFailed where only another rank
+    failed. A collective of all ranks."""
     try:
         yield
     except BaseException:
@@ -214,7 +218,8 @@ def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _part_removed_on_error(folder: Path) -> Iterator[None]:
-    """Deletes `folder`, a rank's part of a checkpoint, if the block raises. CheckpointFailed for OSError."""
+    """Context manager that deletes `folder`, a rank's part of a checkpoint, if the block raises. OSError is converted
+    to CheckpointFailed."""
     try:
         yield
     except BaseException:
@@ -225,7 +230,7 @@ def _part_removed_on_error(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _checkpoint_failed_on_error(directory: Path) -> Iterator[None]:
-    """Converts OSError and PathUnusable to CheckpointFailed."""
+    """Context manager that converts OSError and PathUnusable to CheckpointFailed."""
     try:
         yield
     except (OSError, PathUnusable) as error:
@@ -240,7 +245,8 @@ def _remove_expired(
     new: Checkpoint,
     spares: SpareFiles | None = None,
 ) -> None:
-    """Removes expired checkpoints once `new` is complete, and turns their files into spares of the paths."""
+    """Removes the `expiring` checkpoints when `new` is complete, and turns their files into spare files of the
+    paths."""
     for checkpoint in expiring:
         unpublish(checkpoint)
     if spares is not None:
@@ -251,7 +257,8 @@ def _remove_expired(
 
 
 def _updating(engine: Engine) -> Callable[[], bool]:
-    """Function that returns whether an update runs; False once the engine is garbage-collected."""
+    """Returns a function that tells whether an update is running. The function does not keep the engine alive, and
+    returns False when the engine is garbage-collected."""
     reference = weakref.ref(engine)
 
     def updating() -> bool:
@@ -262,12 +269,12 @@ def _updating(engine: Engine) -> Callable[[], bool]:
 
 
 def _no_store() -> None:
-    """Replaces the weak reference to a store where there is no store."""
+    """Returns None. Used in place of a weak reference to the store when there is no store."""
 
 
 def _name_next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint]) -> tuple[str, str, int]:
-    """Directory name, attempt id and sequence number of the next checkpoint. A damaged checkpoint's directory is not
-    reused."""
+    """Chooses directory name, attempt id and sequence number of the next checkpoint. The directories of complete and
+    damaged checkpoints are not used again."""
     number = max((one.manifest.number for one in complete), default=0) + 1
     taken = {one.directory.name for one in complete} | {one.directory.name for one in damaged}
     while f"step-{step}.{number}" in taken:
@@ -277,7 +284,8 @@ def _name_next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[Dama
 
 
 def _make_folder(folder: Path) -> None:
-    """Creates the folder and its parent, which another rank may remove at the same time because it is empty."""
+    """Creates the folder and its parent directory. Repeats that if another rank removes the empty parent at the same
+    time."""
     while True:
         with suppress(FileNotFoundError):
             folder.mkdir(parents=True)

@@ -1,10 +1,10 @@
 """Lock of a directory of checkpoints: only one optimizer of one run may write to it at a time.
 
-Two writers would each remove the other's checkpoints. The first takes an exclusive `flock` on a file in the directory
-and holds it until `close`. The kernel releases it when the process dies; on NFS the server does. Rank 0 holds the lock
-for all ranks of its run. Two optimizers of one process exclude each other, too. The lock file of another user is locked
-as well, if it is readable. Where a file system has no locks, only optimizers of one process exclude each other, and a
-warning is logged.
+Two writers would each remove the other's checkpoints. The first writer takes an exclusive `flock` on a file in the
+directory and holds it until `close`. The kernel releases the lock when the process dies; on NFS the server does. Rank 0
+holds the lock for all ranks of its run. Two optimizers of one process exclude each other, too. If the lock file belongs
+to another user, the lock is taken on that file, provided that it is readable. Where a file system has no locks, only
+optimizers of one process exclude each other, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tidegate.errors import CheckpointFailed, CheckpointTaken
 log = logging.getLogger("tidegate.tiers")
 
 LOCK_FILE: Final = ".tidegate-writer"
-"""The lock file, in the directory of checkpoints."""
+"""Name of the lock file in the directory of checkpoints."""
 NO_LOCKS_ERRORS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 NO_ACCESS_ERRORS: Final = (errno.EACCES, errno.EPERM)
 MAX_LOCK_FILE_BYTES: Final = 4096
-"""Bytes that are read of a lock file."""
+"""Maximum number of bytes that are read from a lock file."""
 
 _held: dict[tuple[int, int], int] = {}
-"""Directories locked by this process, by device and inode, with the descriptor of the lock file; -1 where the file
-could not be locked."""
+"""Directories that this process has locked, by device and inode, each with the descriptor of its lock file; -1 where
+the lock file could not be locked."""
 
 
 class WriterLock:
@@ -50,8 +50,8 @@ class WriterLock:
         self._closed = weakref.finalize(self, _release, self._mine, self._pid)
 
     def take(self, directory: Path) -> None:
-        """Locks an existing directory, unless this object has locked it already. CheckpointTaken when another process
-        or optimizer has."""
+        """Locks an existing directory. Does nothing if this object has already locked it. CheckpointTaken when another
+        process or optimizer has locked it."""
         key = _key(os.stat(directory))
         if key in self._mine:
             return
@@ -72,7 +72,8 @@ class WriterLock:
 
 
 def _release(mine: dict[tuple[int, int], Path], pid: int) -> None:
-    """Deletes the lock files and closes their descriptors, which releases the locks."""
+    """Deletes the lock files and closes their descriptors, which releases the locks. Does nothing in another process
+    than `pid`."""
     if os.getpid() != pid:
         return
     for key, directory in mine.items():
@@ -86,8 +87,8 @@ def _release(mine: dict[tuple[int, int], Path], pid: int) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """Locks the lock file and returns its descriptor; -1 where the file system has no locks, or another user's lock
-    file is not readable."""
+    """Locks the lock file and returns its descriptor. Returns -1, with a warning, where the file system has no locks or
+    another user's lock file is not readable. CheckpointTaken when the file is locked already."""
     path = directory / LOCK_FILE
     while True:
         try:
@@ -124,7 +125,7 @@ def _lock(directory: Path) -> int:
 
 
 def _write_holder(fd: int) -> None:
-    """Writes who holds the lock into the lock file, for people."""
+    """Writes process id and host into the lock file, so that people can see which process holds the lock."""
     about = {"pid": os.getpid(), "host": socket.gethostname()}
     with suppress(OSError):  # a full disk, or another user's file: the content is only informative
         os.fchmod(fd, 0o644)  # other users can see that it is locked, whatever the umask
@@ -133,8 +134,8 @@ def _write_holder(fd: int) -> None:
 
 
 def _replaced(fd: int, path: Path) -> bool:
-    """Removes the lock file of another user whose run has ended, so that a new one names this process. True if it was
-    removed."""
+    """Removes the locked lock file if it belongs to another user; that user's run has ended, because the lock was free.
+    The caller then creates a new file that names this process. True if the file was removed."""
     if os.fstat(fd).st_uid == os.geteuid():
         return False
     try:
@@ -145,8 +146,8 @@ def _replaced(fd: int, path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Opens the lock file, and creates it if it is missing; another user's file is opened for reading. CheckpointFailed
-    when another kind of entry is in its place."""
+    """Opens the lock file, and creates it if it is missing. Another user's file is opened for reading only.
+    CheckpointFailed when the entry is not a plain file."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
@@ -175,7 +176,8 @@ def _wrong_kind_message(path: Path, mode: int) -> str:
 
 
 def _taken_message(directory: Path, holder: str) -> str:
-    """Message for a directory that another process or optimizer writes to."""
+    """Message for a directory that cannot be locked, because the process or optimizer `holder` saves checkpoints
+    there."""
     return (
         f"{directory} cannot be written: {holder} saves its checkpoints there, and each would remove the other's. Give "
         "each run and each optimizer a directory of its own, or close the other one first."
@@ -188,7 +190,7 @@ def _warn_unlocked(path: Path, why: str) -> None:
 
 
 def _holder(fd: int) -> str:
-    """The process that holds the lock, as text, from the content of the lock file."""
+    """Describes the process that holds the lock, read from the lock file: "process 12 on host"."""
     try:
         about: Any = json.loads(os.pread(fd, MAX_LOCK_FILE_BYTES, 0))
         return f"process {int(about['pid'])} on {about['host']!s:.80}"

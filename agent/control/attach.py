@@ -1,7 +1,7 @@
 """`tidegate.attach`: connects an optimizer to telemetry and the control daemon.
 
-Hooks on the model mark the phases, /metrics is served, a link to the daemon is opened, and knobs are applied between
-steps.
+Hooks on the model mark the phases of a step. A server for /metrics and a link to the daemon are started. Knobs are
+applied between steps.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `attach`, and creation of the link to the daemon. Problems of the environment only cause
-warnings, so that they stop no training."""
+"""Checks of the arguments of `attach`, and creation of the link to the daemon. Problems of the environment are logged
+as warnings, and training continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("tidegate")
 
 _RUN_NAME: Final = TypeAdapter(RunName)
 _LONGEST_HOST: Final = 253
-"""Characters of a host's name in DNS."""
+"""Maximum number of characters of a host name in DNS."""
 
 
 def check_arguments(
@@ -39,7 +39,7 @@ def check_arguments(
     reset_knobs: bool,
     strict: bool,
 ) -> None:
-    """ConfigError for arguments that are wrong in every environment."""
+    """Raises ConfigError for arguments that are wrong in every environment."""
     try:
         _RUN_NAME.validate_python(run)
     except ValidationError as error:
@@ -71,7 +71,7 @@ def check_arguments(
 
 
 def metrics_port_of_rank(first: int) -> int:
-    """Metrics port of this rank: `first` plus the local rank; 0 takes a free port."""
+    """Metrics port of this rank: `first` plus the local rank, or 0 (any free port) if `first` is 0."""
     here = local_rank()
     if first and first + here > 65_535:
         raise ConfigError(
@@ -82,8 +82,8 @@ def metrics_port_of_rank(first: int) -> int:
 
 
 def configure_logs(strict: bool) -> None:
-    """Configures logging from TIDEGATE_LOG_FORMAT. An unknown format raises ConfigError if `strict`; otherwise it is
-    logged."""
+    """Configures logging as the environment variable TIDEGATE_LOG_FORMAT says. For an unknown format it raises
+    ConfigError if `strict`; otherwise it logs a warning."""
     try:
         configure_from_environment()
     except ConfigError as error:
@@ -94,8 +94,8 @@ def configure_logs(strict: bool) -> None:
 
 @contextmanager
 def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Makes an error on one rank an error on all ranks: otherwise the others would wait in the next collective, for
-    minutes."""
+    """Context manager in which an error on one rank makes all ranks raise; otherwise the other ranks would wait for
+    minutes in the next collective. A collective of all ranks."""
     try:
         yield
     except Exception:
@@ -108,11 +108,12 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 def connect(
     daemon: str, token: str | None, hello: Callable[[], AgentHello], source: ReportSource, rank: str, strict: bool
 ) -> AgentLink | None:
-    """Creates and starts the link to the daemon; None, with a warning, when that is not possible.
+    """Creates the link to the daemon and starts its threads. None, with a warning, when that is not possible.
 
-    rank: name of the run and rank, for the warning.
-    source: makes the reports.
-    strict: raises a TidegateError instead of a warning.
+    hello: function that builds the registration message.
+    source: object that builds the reports.
+    rank: name of run and rank, for the warning.
+    strict: raises a TidegateError instead of logging a warning.
     """
     link: AgentLink | None = None
     try:
@@ -135,7 +136,7 @@ def connect(
 
 
 def validated(hello: Callable[[], AgentHello]) -> AgentHello:
-    """Builds the hello message. ConfigError when the daemon would reject its values."""
+    """Builds the registration message. ConfigError when the daemon would reject its values."""
     try:
         return hello()
     except ValidationError as error:

@@ -81,9 +81,9 @@ class Attachment:
         self._optimizer = optimizer
         self._pid = os.getpid()
         self._said_goodbye = False
-        """Whether the goodbye was queued."""
+        """Whether the goodbye message was queued."""
         self._decided: tuple[int, int] | None = None
-        """Last decision of the daemon that was applied or refused."""
+        """Epoch and generation of the last decision of the daemon that was applied or refused."""
         self.recorder = Recorder(optimizer)
         self._messages = RankMessages(optimizer, self.recorder, run, self._ranks)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
@@ -115,7 +115,8 @@ class Attachment:
         )  # fmt: skip
 
     def _close_conflicting(self, optimizer: AdamW, strict: bool) -> None:
-        """Closes earlier attachments of the same optimizer, and of the same run and rank."""
+        """Closes earlier attachments of the same optimizer, and of the same run and rank in this process. With
+        `strict`, ConfigError if the optimizer is attached already."""
         if optimizer.attachment is not None:
             if strict:
                 raise ConfigError("This optimizer is attached already; close() that attachment first.")
@@ -129,7 +130,8 @@ class Attachment:
 
     @property
     def overhead(self) -> dict[str, float]:
-        """CPU seconds so far of each part: recording, tuning, exporting, sampling, reporting."""
+        """CPU seconds used so far, by part of the telemetry: `recorder`, `tuner`, `exporter`, `sampler` (of the GPU),
+        `link`."""
         return {**self._metrics.overhead_seconds, "link": self.link.cpu_seconds if self.link is not None else 0.0}
 
     @property
@@ -138,19 +140,20 @@ class Attachment:
         return sum(self.overhead.values())
 
     def rebuild(self) -> None:
-        """Follows the optimizer to another device, before its first step: telemetry starts over, and the daemon is
-        informed."""
+        """Restarts telemetry when the optimizer has moved to another device before its first step, and registers the
+        rank again with the daemon."""
         self.recorder.begin()
         self._metrics.begin()
         self._register_again()
 
     def extended(self) -> None:
-        """Informs the daemon of the subgroups of added parameters."""
+        """Registers the rank again with the daemon after parameters were added, so that the daemon knows all
+        subgroups."""
         self._register_again()
 
     def _register_again(self) -> None:
-        """Registers the changed rank with the daemon. If its values are out of bounds, the earlier registration
-        stays."""
+        """Registers the rank again with the daemon, with its present values. If the daemon would reject them, a warning
+        is logged and the earlier registration stays."""
         if self.link is None:
             return
         try:
@@ -159,8 +162,9 @@ class Attachment:
             log.warning("%s The daemon keeps the earlier values.", error, extra=event("hello_refused"))
 
     def resumed(self) -> None:
-        """Follows the optimizer's step number after it loaded a state. The rank registers as a new agent, as after a
-        restart: otherwise the daemon would treat the new steps as repeated ones."""
+        """Continues at the optimizer's step number after the optimizer loaded a state. The rank registers as a new
+        agent, as after a restart. As the same agent, its steps could have numbers that the daemon already has, and the
+        daemon would ignore them."""
         steps = self._optimizer.num_steps
         if steps == self.recorder.number:
             return
@@ -173,7 +177,8 @@ class Attachment:
             self.link.applied(self.generation, steps + 1)
 
     def close(self) -> None:
-        """Says goodbye to the daemon and stops serving /metrics. Idempotent; does nothing in a forked child."""
+        """Sends the final report and the goodbye to the daemon, and stops serving /metrics. Idempotent; does nothing in
+        a forked child."""
         if os.getpid() == self._pid and self._on_step in self._optimizer.observers:
             attachment_registry.unregister(self)
             self._optimizer.observers.remove(self._on_step)
@@ -188,19 +193,19 @@ class Attachment:
             )  # fmt: skip
 
     def leave(self) -> None:
-        """Queues the final report and the goodbye, which end the link. Does not wait."""
+        """Queues the final report and the goodbye message, after which the link ends. Returns without waiting."""
         if self.link is not None and not self._said_goodbye and os.getpid() == self._pid:
             self._said_goodbye = True
             self.link.leave(self._last_report())
 
     def __del__(self) -> None:
-        """Says goodbye when it is garbage-collected. No thread holds a reference to it, so its attributes still exist;
-        /metrics ends by itself."""
+        """Queues the final report and the goodbye message when the attachment is garbage-collected. Its attributes
+        still exist then, because no thread holds a reference to it. The server of /metrics ends by itself."""
         if getattr(self, "link", None) is not None:
             self.leave()
 
     def _stop(self) -> None:
-        """Says goodbye, waits until it is sent, and stops serving /metrics."""
+        """Sends the final report and the goodbye message, waits until they are sent, and stops serving /metrics."""
         try:
             self.leave()
             if self.link is not None:
@@ -244,7 +249,8 @@ class Attachment:
         self.tuning.observe(result, phases)
 
     def _between_steps(self, next_step: int) -> None:
-        """Agrees with the other ranks, applies knobs and runs the tuner."""
+        """Exchanges messages with the other ranks, applies committed knobs and runs the tuner. `next_step`: number of
+        the step that follows."""
         began = time.thread_time()
         agreed = self._synchronize(next_step)
         self.tuning.between_steps(agreed)
@@ -254,8 +260,8 @@ class Attachment:
             self._metrics.thread_failures = self.link.restarts
 
     def _synchronize(self, next_step: int) -> BoundaryMessage:
-        """Exchanges a message with all ranks, and applies committed knobs on all ranks or on none. Returns the agreed
-        values."""
+        """Exchanges a message with all ranks. If all ranks know the same committed generation, each rank applies its
+        knobs; otherwise none does. Returns the agreed values."""
         committed = (
             self.link.committed if self.link is not None else None
         )  # read once: the link's thread may replace it
@@ -264,7 +270,8 @@ class Attachment:
         return agreed
 
     def _apply_committed(self, next_step: int, committed: CommittedKnobs | None, generation: int) -> None:
-        """Applies committed knobs if they are new and all ranks know them."""
+        """Applies committed knobs if all ranks know them and they were not applied or refused before. `generation`: the
+        generation that all ranks agreed on."""
         if committed is None or generation != committed.generation or committed.decision == self._decided:
             return
         self._decided = committed.decision
@@ -277,7 +284,8 @@ class Attachment:
             self.link.applied(generation, next_step)
 
     def _apply(self, committed: CommittedKnobs) -> bool:
-        """Applies committed knobs; False, with a log message, when they cannot work on this rank."""
+        """Applies committed knobs. False when they cannot work on this rank: that is logged and reported to the
+        daemon."""
         try:
             self._optimizer.check_knobs(committed.knobs)
         except ConfigError as refusal:

@@ -1,4 +1,5 @@
-"""Registry of this process's attachments by run and rank, and their goodbye to the daemon when the process ends."""
+"""Registry of this process's attachments by run and rank. When the process ends, it sends their final reports and
+goodbye messages to the daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ log = logging.getLogger("tidegate")
 
 
 class RegisteredAttachment(Protocol):
-    """Attachment that represents one rank of a run in this process."""
+    """Interface of an attachment in this registry. It represents one rank of a run in this process."""
 
     run: str
     rank: int
@@ -24,12 +25,13 @@ class RegisteredAttachment(Protocol):
     def close(self) -> None: ...
 
     def leave(self) -> None:
-        """Queues the final report and the goodbye, without waiting for the daemon."""
+        """Queues the final report and the goodbye message, without waiting for the daemon."""
 
 
 _attachments: weakref.WeakValueDictionary[tuple[str, int], RegisteredAttachment] = weakref.WeakValueDictionary()
 _hooked_processes: set[int] = set()
-"""Ids of this process and its parents, as far as they have the hook at process end."""
+"""Process ids in which `_leave_all` is registered to run at process end: those of this process and of parents that it
+was forked from."""
 
 
 def close_existing(run: str, rank: int) -> None:
@@ -45,8 +47,8 @@ def close_existing(run: str, rank: int) -> None:
 
 
 def register(attachment: RegisteredAttachment) -> None:
-    """Registers an attachment until it is replaced, closed or garbage-collected. At the end of the process it says
-    goodbye."""
+    """Registers an attachment until it is replaced, closed or garbage-collected. If it is still registered when the
+    process ends, its final report and goodbye message are sent."""
     _attachments[attachment.run, attachment.rank] = attachment
     if os.getpid() not in _hooked_processes:
         if not _hooked_processes:  # a forked child inherits the hook of `atexit`
@@ -64,8 +66,8 @@ def unregister(attachment: RegisteredAttachment) -> None:
 
 
 def _leave_all() -> None:
-    """Says goodbye for all attachments when the process ends. There is no signal handler: SIGTERM leads here only if
-    the program turns it into an exit."""
+    """Sends the final reports and goodbye messages of all attachments when the process ends. There is no signal
+    handler: after SIGTERM this runs only if the program turns the signal into a normal exit."""
     for attachment in tuple(_attachments.values()):
         try:
             attachment.leave()

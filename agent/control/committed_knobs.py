@@ -26,11 +26,11 @@ class CommittedKnobs:
     generation: int
     knobs: Knobs
     epoch: int = 0
-    """Number of times that the daemon has lost its state: its generations then count from 0 again."""
+    """Number of times that the daemon has lost its state, after which it counts generations from 0 again."""
 
     @property
     def decision(self) -> tuple[int, int]:
-        """Identity of the decision among all decisions of this run: epoch and generation."""
+        """Epoch and generation: together they identify one decision of the daemon in this run."""
         return self.epoch, self.generation
 
 
@@ -45,21 +45,21 @@ class KnobDecisions:
         self.committed: CommittedKnobs | None = None
         """Newest decision that can be used; the training thread applies it."""
         self.newest_generation = -1
-        """Newest generation that the daemon named as committed, usable or not."""
+        """Newest generation that the daemon has named as committed, whether it could be used or not."""
         self.voted: int | None = None
         """Generation of the last vote."""
         self._run, self._wake = run, wake
         self._lock = threading.Lock()
         self._applied: Applied | None = None
         self._unusable: Vote | None = None
-        """Vote against a committed generation that cannot be used; not sent yet."""
+        """Vote against a committed generation that cannot be used, until it is sent; None otherwise."""
         self._reported: set[tuple[int, int]] = set()
         """Decisions that were logged and reported as unusable."""
 
     # ---- what the daemon says
 
     def take(self, directive: Directive) -> None:
-        """Accepts the committed knobs of a response, if they are new."""
+        """Accepts the committed knobs in a response of the daemon, if they are new."""
         with self._lock:
             if directive.committed > self.newest_generation:
                 self._accept(directive, self.committed.epoch if self.committed is not None else 0)
@@ -75,8 +75,8 @@ class KnobDecisions:
             self.voted = None
 
     def _accept(self, directive: Directive, epoch: int) -> None:
-        """Makes the committed knobs the ones in force, if they can be used; otherwise the earlier knobs stay. Call it
-        with the lock."""
+        """Stores the committed knobs of a response in `committed`, from where the training thread applies them. Knobs
+        that cannot be used are reported, and `committed` is unchanged. The caller holds the lock."""
         self.newest_generation = directive.committed
         try:
             knobs = Knobs().changed(directive.committed_knobs)
@@ -94,14 +94,14 @@ class KnobDecisions:
     # ---- what the rank answers
 
     def report_applied(self, generation: int, step: int) -> None:
-        """Reports, with the next report, that `generation` is in force from `step` on."""
+        """Tells the daemon, with the next report, that `generation` is in force from `step` on."""
         with self._lock:
             self._applied = Applied(generation=generation, step=step)
         self._wake()
 
     def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
-        """Reports, with the next report, that a committed generation cannot be used here. False when it was reported
-        before."""
+        """Tells the daemon, with the next report, that a committed generation cannot be used on this rank. False if the
+        daemon was told before."""
         if decision in self._reported:
             return False
         self._reported.add(decision)
@@ -136,5 +136,5 @@ class KnobDecisions:
 
 
 def _shortened(reason: str) -> str:
-    """The reason as valid UTF-8 within the length limit of the message."""
+    """The reason as valid UTF-8, cut to LONGEST_REASON characters."""
     return reason.encode("utf-8", "replace").decode()[:LONGEST_REASON]

@@ -1,5 +1,5 @@
 """The agent's link to the control daemon: sends a report every few seconds and receives knobs. Training never waits for
-it."""
+the daemon."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ log = logging.getLogger("tidegate.link")
 
 @dataclass(frozen=True)
 class _Goodbye:
-    """Request to end the link, with the final report; None when no report could be made."""
+    """Message to the report thread to end the link. `report`: the final report; None when it could not be built."""
 
     report: AgentReport | None
 
 
 _open_links: set[AgentLink] = set()
-"""Links whose threads have not ended yet."""
+"""Links whose report threads have not ended."""
 
 
 class AgentLink:
@@ -63,7 +63,8 @@ class AgentLink:
         self._refusals = RefusalLog(hello.run, hello.rank)
         self._registration = Registration(self._client, hello, self._knobs, self._refusals)
         self._identity_lock = threading.Lock()
-        """Held while a report is made and while the agent's id changes: a report belongs to one id."""
+        """Lock that is held while a report is built or the agent's id changes, so that each report belongs to one
+        id."""
         self._cpu: dict[str, float] = {}
         self._wanted_pause: float | None = None
         self._delivered: deque[tuple[float, AgentReport]] = deque()
@@ -92,11 +93,11 @@ class AgentLink:
         return self._registration.connected
 
     def start(self, strict: bool = False) -> None:
-        """Sends the first hello, then starts the threads. Whatever the daemon responds, training begins and the link
-        tries again.
+        """Sends the first hello, then starts the threads. If the daemon is unavailable or refuses the rank, that is
+        logged, and the threads try again while training runs.
 
-        strict: RankTaken when it is certain that the agent that holds the rank is alive; NotAuthorized for a wrong
-        token.
+        strict: raises RankTaken when the agent that holds the rank is certainly alive, or its lease was renewed;
+            NotAuthorized for a wrong token.
         """
         try:
             self._registration.say_first_hello(strict)
@@ -109,22 +110,23 @@ class AgentLink:
             thread.start()
 
     def applied(self, generation: int, step: int) -> None:
-        """Reports, with the next report, that `generation` is in force from `step` on."""
+        """Tells the daemon, with the next report, that `generation` is in force from `step` on."""
         self._knobs.report_applied(generation, step)
 
     def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
-        """Reports, with the next report, that a committed generation cannot be used here. False when it was reported
-        before."""
+        """Tells the daemon, with the next report, that a committed generation cannot be used on this rank. False if the
+        daemon was told before."""
         return self._knobs.report_unusable(decision, reason)
 
     def update_hello(self, hello: AgentHello) -> None:
-        """Replaces the agent's hello: the daemon gets the new one before the next report."""
+        """Replaces the registration message. The daemon gets the new one before the next report."""
         self._registration.hello = hello
         self._wake()
 
     def restart_as(self, hello: AgentHello, forget: Callable[[], None]) -> None:
-        """Continues as a new agent, after the rank loaded another state. Undelivered steps of the old agent are
-        dropped: `forget` is called while no report is made."""
+        """Registers as a new agent after the rank loaded another state, and drops the steps of the old agent that were
+        not delivered. `forget`: function that removes those steps from the recorder; it is called while no report is
+        built."""
         with self._identity_lock:
             registration = self._registration
             registration.hello = hello.model_copy(update={"replaces": registration.hello.agent})
@@ -134,12 +136,12 @@ class AgentLink:
         self._wake()
 
     def leave(self, report: AgentReport | None) -> None:
-        """Queues the final report and the goodbye; they are sent if the daemon can be reached. Does not wait, and takes
-        no lock."""
+        """Queues the final report and the goodbye message, which are sent if the daemon can be reached. Takes no lock
+        and returns without waiting."""
         self._requests.put(_Goodbye(report))
 
     def close(self, seconds: float = link_timing.LONGEST_GOODBYE_SECONDS) -> None:
-        """Queues a goodbye, unless the link has ended, and waits until it is sent, for `seconds` at most."""
+        """Queues a goodbye message, unless the link has ended, and waits until it is sent, for `seconds` at most."""
         if self._threads[0].is_alive():
             self._requests.put(_Goodbye(None))
             self._threads[0].join(timeout=seconds)
@@ -169,7 +171,7 @@ class AgentLink:
         self._requests.put(None)
 
     def _count(self, thread: str) -> None:
-        """Updates the CPU seconds of the link, from the calling thread."""
+        """Updates `cpu_seconds` with the CPU time of the calling thread. `thread`: its name."""
         self._cpu[thread] = time.thread_time()
         self.cpu_seconds = sum(self._cpu.values())
 
@@ -203,7 +205,7 @@ class AgentLink:
         return None
 
     def _say_goodbye(self, goodbye: _Goodbye) -> None:
-        """Sends the final report and the goodbye, and ends the link."""
+        """Sends the final report and the goodbye message, and ends the link. Errors are ignored."""
         self._stop.set()
         accepted = self._registration.accepted
         try:
@@ -217,8 +219,8 @@ class AgentLink:
             _open_links.discard(self)
 
     def _deliver_or_log(self) -> bool:
-        """Sends a report; False when it could not be made. Errors of `_send` are raised. Other errors are logged once,
-        and do not prevent later reports."""
+        """Sends a report; False when an unexpected error prevented that, which is logged once and does not prevent
+        later reports. Errors of the exchange with the daemon (`REFUSED`) are raised."""
         try:
             self._deliver()
         except REFUSALS:
@@ -231,7 +233,7 @@ class AgentLink:
         return True
 
     def _deliver(self) -> None:
-        """Registers if necessary, then sends a report and a pending vote."""
+        """Registers if necessary, then sends a report and the vote in `_unusable`."""
         registration = self._registration
         while True:
             hello = registration.hello
@@ -249,8 +251,8 @@ class AgentLink:
         self._send_unusable(hello)
 
     def _send_unusable(self, hello: AgentHello) -> None:
-        """Sends the pending vote against an unusable generation, once. A refusal by the daemon is ignored, and the
-        connection stays."""
+        """Sends the vote in `_unusable` once. If the daemon cannot be reached, or no longer knows this agent, the vote
+        is kept for later and the error is raised. If the daemon refuses the vote, that is ignored."""
         unusable = self._knobs.take_unusable()
         if unusable is None:
             return
@@ -263,7 +265,7 @@ class AgentLink:
             log.debug("the daemon refused the vote against generation %d: %s", unusable.generation, error)
 
     def _build_report(self) -> AgentReport | None:
-        """The next report; None when the source was garbage-collected: its final report is already queued."""
+        """Builds the next report. None when the source was garbage-collected, after it has queued its final report."""
         held = [self._source()]
         try:
             return held[0].report() if held[0] is not None else None
@@ -271,7 +273,7 @@ class AgentLink:
             release_unless_exiting(held)
 
     def _send(self, hello: AgentHello, report: AgentReport, final: bool = False) -> None:
-        """Sends a report; on an error its content is queued again."""
+        """Sends a report. On an error the report goes back to its source, to be sent again, and the error is raised."""
         applied = self._knobs.take_applied()
         try:
             message = report.model_copy(update={"applied": applied, "finished": final})
@@ -291,7 +293,7 @@ class AgentLink:
         self._knobs.take(lease.directive)
 
     def _requeue(self, report: AgentReport) -> None:
-        """Gives a report that did not arrive back to its source."""
+        """Gives a report that was not delivered back to its source."""
         held = [self._source()]
         if held[0] is not None:
             held[0].undelivered(report)
@@ -305,14 +307,15 @@ class AgentLink:
                 self._delivered.popleft()
 
     def _requeue_recent(self) -> None:
-        """Queues recently delivered reports again, because a killed daemon may have lost them. It ignores steps that it
-        already has."""
+        """Gives recently delivered reports back to their source, so that they are sent again: a daemon that was killed
+        may have lost them. The daemon ignores steps that it already has."""
         with self._identity_lock, contextlib.suppress(IndexError):
             while True:
                 self._requeue(self._delivered.pop()[1])  # newest first, so that the oldest is sent first
 
     def _on_refusal(self, error: DaemonError | ConfigError) -> None:
-        """Logs a failed exchange, once per outage, and marks the link as disconnected."""
+        """Handles a failed exchange with the daemon: logs it once per outage, marks the link as disconnected, and
+        queues recent reports again."""
         if isinstance(error, RankTaken):
             self._refusals.rank_taken(error)
         elif isinstance(error, NotAuthorized):
@@ -327,7 +330,7 @@ class AgentLink:
 
 
 def wait_for_goodbyes(seconds: float = link_timing.LONGEST_GOODBYE_SECONDS) -> None:
-    """Waits until all links of this process that are ending have said goodbye, for `seconds` at most."""
+    """Waits until all links of this process have sent their goodbye messages, for `seconds` at most."""
     latest = time.monotonic() + seconds
     for link in tuple(_open_links):
         link.close(max(0.0, latest - time.monotonic()))

@@ -53,7 +53,7 @@ class KnobListener:
         """Start times of the most recent polls, on the monotonic clock."""
 
     def listen_forever(self) -> None:
-        """Waits for knobs of the daemon, and votes on proposals."""
+        """Body of the listen thread: waits for knobs from the daemon, and votes on proposed knobs."""
         failures = 0
         while not self._stop.is_set():
             hello = self._registration.accepted
@@ -72,7 +72,7 @@ class KnobListener:
         self._client.close()
 
     def _listen_once(self, agent: str) -> None:
-        """One long poll, followed by votes on the proposals that it returns."""
+        """Sends one long poll, then votes on each generation that the daemon proposes."""
         knobs, poll_seconds = self._knobs, link_timing.POLL_SECONDS
         self._wait_for_turn()
         directive = self._client.directive(agent, max(0, knobs.newest_generation), knobs.voted, poll_seconds)
@@ -85,15 +85,15 @@ class KnobListener:
             knobs.take(directive)
 
     def _wait_for_turn(self) -> None:
-        """Waits until the rate limit allows the next poll or vote."""
+        """Waits until the limits POLLS_AT_ONCE and POLLS_PER_SECOND allow the next poll or vote."""
         now = time.monotonic()
         if len(self._polls) == link_timing.POLLS_AT_ONCE:
             self._stop.wait(self._polls[0] + link_timing.POLLS_AT_ONCE / link_timing.POLLS_PER_SECOND - now)
         self._polls.append(time.monotonic())
 
     def _vote(self, directive: Directive) -> Vote:
-        """Checks proposed knobs. A check that raises an unexpected error votes no at once: without a vote the daemon
-        would count a no after its deadline."""
+        """Checks the proposed knobs and returns this rank's vote. If the check raises an unexpected error, the vote is
+        no: without a vote the daemon would wait until its deadline, and then count a no."""
         assert directive.proposed is not None
         held, reason = [self._source()], ""
         try:

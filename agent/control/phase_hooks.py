@@ -42,7 +42,7 @@ class PhaseHooks:
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a model's output that require gradients."""
+    """Yields the tensors in a model's output that require gradients; dicts, tuples and lists are searched."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
             yield output

@@ -1,4 +1,4 @@
-"""Identity of a process across hosts, and whether another process has ended."""
+"""Identity of a process that is valid across hosts, and a test whether another process has ended."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def has_ended(holder: Holder | None) -> bool:
     """Whether it is certain that the process of `holder` has ended. False for a process in another container or on
     another host, which cannot be observed.
 
-    The number of a PID namespace may be reused: then all processes of the old namespace have ended, and a process with
-    the same pid has another start time.
+    A PID namespace of the same number may be a new one: then all processes of the old namespace have ended. This is
+    detected, because a process with the same pid has another start time.
     """
     if holder is None or holder.process is None or not is_observable(holder):
         return False

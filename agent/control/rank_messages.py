@@ -40,7 +40,7 @@ class RankMessages:
         self._agent = uuid.uuid4().hex
 
     def hello(self, metrics_address: str, reset_knobs: bool) -> AgentHello:
-        """Registration of this rank."""
+        """Builds the registration message (hello) of this rank."""
         engine, device, offload = self._optimizer.engine, self._optimizer.device, self._optimizer.offload
         sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
         return AgentHello(
@@ -71,7 +71,7 @@ class RankMessages:
     # ---- for the threads of the link
 
     def report(self) -> AgentReport:
-        """Builds the report since the last one. May be called from any thread."""
+        """Builds the report of everything since the last report. May be called from any thread."""
         recorder = self._recorder
         rates, last = recorder.rates, recorder.last_step
         timeline = None if last is None else last.view()  # before steps are taken: an error here must not lose them
@@ -88,16 +88,16 @@ class RankMessages:
         )
 
     def undelivered(self, report: AgentReport) -> None:
-        """Includes the steps of an undelivered report in the next one."""
+        """Takes back a report that was not delivered: its steps are included in the next report."""
         self._recorder.give_back(report.steps)
 
     def check(self, knobs: Knobs) -> None:
-        """ConfigError when the knobs cannot work on this rank."""
+        """Raises ConfigError when the knobs cannot work on this rank."""
         self._optimizer.check_knobs(knobs)
 
     def _rates_message(self, rates: RateCard) -> Rates | None:
-        """Rates for a report; None, logged once, for values that the daemon would reject: the report is then sent
-        without rates."""
+        """Converts a rate card for a report. None if the daemon would reject its values: this is logged once, and the
+        report is sent without rates."""
         try:
             return Rates(**rates.to_dict())
         except ValidationError as error:

@@ -1,5 +1,5 @@
-"""Log messages and waiting times of a link while the daemon refuses it: the rank is held by another agent, or the token
-is wrong."""
+"""Log messages and waiting times of a link while the daemon refuses it, because another agent holds the rank or the
+token is wrong."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate.link")
 
 TOKEN_PAUSE_SECONDS: Final = 60.0
-"""Pause between two hellos with a refused token: the daemon slows down addresses that try many tokens."""
+"""Pause in seconds between two registrations with a token that was refused. It is long, because the daemon slows down
+addresses that try many tokens."""
 _TRAINING_GOES_ON: Final = "Training goes on, its knobs stay as they are and its metrics are served"
 
 
 class RefusalLog:
-    """Logs each kind of refusal once per outage. An outage ends with `accepted`."""
+    """Logs each kind of refusal by the daemon once per outage. An outage ends when `accepted` is called."""
 
     def __init__(self, run: str, rank: int) -> None:
         self.pause: float | None = None
-        """Seconds until the next hello; None for the usual back-off."""
+        """Seconds until the next registration; None for the usual back-off."""
         self._run, self._rank = run, rank
         self._since: float | None = None
-        """Begin of the outage, on the monotonic clock."""
+        """Start of the outage, on the monotonic clock; None outside an outage."""
         self._logged: set[str] = set()
 
     def rank_taken(self, error: RankTaken) -> None:
-        """Logs that another agent holds the rank. While its lease lasts, that agent may have ended on another host."""
+        """Logs that another agent holds the rank. The message says whether that agent is certainly alive; if it may
+        have ended on another host, the message gives the end of its lease."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if is_observable(error.holder) or now - self._since > error.lease_seconds:
@@ -63,7 +65,7 @@ class RefusalLog:
         self._logged.clear()
 
     def _warn(self, sentence: str, extra: dict[str, Any]) -> None:
-        """Logs an event, once per outage."""
+        """Logs a warning. Each kind of event (`extra["event"]`) is logged once per outage."""
         if extra["event"] not in self._logged:
             self._logged.add(extra["event"])
             log.warning("%s", sentence, extra=extra)

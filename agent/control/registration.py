@@ -18,7 +18,7 @@ from tidegate.wire.agent import AgentHello, Holder, Lease
 log = logging.getLogger("tidegate.link")
 
 REFUSALS = (DaemonError, ConfigError)
-"""Errors of an exchange with the daemon. ConfigError: a knob that the daemon does not know."""
+"""Exceptions of an exchange with the daemon. ConfigError is raised for a knob that the daemon does not know."""
 
 
 class Registration:
@@ -28,13 +28,14 @@ class Registration:
         self.hello = hello
         """The newest hello, accepted or not."""
         self.accepted: AgentHello | None = None
-        """The last hello that the daemon accepted."""
+        """The last registration message (hello) that the daemon accepted."""
         self.connected = False
         self._client, self._knobs, self._refusals = client, knobs, refusals
 
     def say_first_hello(self, strict: bool) -> None:
-        """Sends the first hello. An unavailable daemon is only logged. If `strict`, a rank that is held is waited for:
-        until its lease ends, for `LONGEST_STRICT_SECONDS` at most."""
+        """Sends the first hello. If the daemon is unavailable, that is only logged. With `strict`, if another agent
+        holds the rank and may have ended, the hello is repeated until that agent's lease has ended, for
+        `LONGEST_STRICT_SECONDS` at most; then RankTaken is raised."""
         latest: float | None = None
         while True:
             try:
@@ -74,8 +75,8 @@ class Registration:
         self._refusals.accepted()
 
     def _send(self, hello: AgentHello) -> Lease:
-        """Sends a hello. RankTaken while the rank is held by a process that may be alive. An agent whose process has
-        ended is replaced, and so is an earlier attachment of this process."""
+        """Registers with the daemon (hello message). RankTaken while a process that may be alive holds the rank. If
+        that process has ended, or is this process with an earlier attachment, it is replaced."""
         try:
             return self._client.hello(hello)
         except RankTaken as taken:
@@ -86,5 +87,5 @@ class Registration:
 
 
 def _is_same_process(hello: AgentHello, holder: Holder) -> bool:
-    """Whether the process of the hello already holds the rank."""
+    """Whether the process that sends this hello already holds the rank, from an earlier attachment."""
     return holder.process is not None and (hello.process, hello.host) == (holder.process, holder.host)

@@ -9,13 +9,13 @@ from tidegate.wire.agent import AgentReport
 
 
 class ReportSource(Protocol):
-    """Owner of a link. Its methods are called by the threads of the link."""
+    """Interface of the object that builds the reports of a link. The threads of the link call its methods."""
 
     def report(self) -> AgentReport:
         """Builds the report of everything since the last report."""
 
     def undelivered(self, report: AgentReport) -> None:
-        """Takes back a report that could not be delivered."""
+        """Takes back a report that was not delivered, so that its steps are in the next report."""
 
     def check(self, knobs: Knobs) -> None:
-        """ConfigError when the knobs cannot work on this rank."""
+        """Raises ConfigError when the knobs cannot work on this rank."""

@@ -1,4 +1,5 @@
-"""The small collective between ranks at the end of each step: generation of knobs, update time, flags of the tuner."""
+"""The collective at the end of each step, in which ranks exchange one small message: generation of knobs, update time,
+flags of the tuner."""
 
 from __future__ import annotations
 
@@ -7,18 +8,19 @@ from dataclasses import dataclass
 from tidegate.agent.ranks import Ranks
 
 GENERATIONS_DIFFER = -1
-"""Marker: ranks know different generations of knobs."""
+"""Value in place of a generation: the ranks know different generations of knobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryMessage:
     """Values that one rank contributes at the end of a step, or the result for all ranks.
 
-    generation: newest generation of knobs that the rank knows. Result: the common one, or GENERATIONS_DIFFER.
+    generation: newest generation of knobs that the rank knows. Result: the generation, if it is the same on all ranks,
+        else GENERATIONS_DIFFER.
     update_seconds: duration of the last update. Result: the longest of all ranks; None when a rank has none.
-    wants_search: the tuner wants to search for better knobs now. Result: all ranks do.
-    proposal_applied: the last proposal of the tuner could be applied. Result: on all ranks.
-    rates_changed: a rate has changed permanently. Result: on some rank.
+    wants_search: whether the tuner wants to search for better knobs now. Result: whether that is so on all ranks.
+    proposal_applied: whether the last proposal of the tuner could be applied. Result: whether on all ranks.
+    rates_changed: whether a rate has changed permanently. Result: whether on any rank.
     """
 
     generation: int = 0

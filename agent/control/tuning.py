@@ -2,7 +2,7 @@
 steps. Only knobs on `auto` are changed.
 
 Every rank has a tuner of its own. All tuners receive the same input: the longest update of all ranks, and the search
-result that all ranks agreed on. So all of them propose the same before the same step, and no rank decides for the
+result that all ranks agreed on. So all tuners make the same proposal before the same step. No rank decides for the
 others.
 """
 
@@ -32,12 +32,12 @@ log = logging.getLogger("tidegate")
 T = TypeVar("T")
 
 CACHE_GROWTH = 1.1
-"""Least factor by which the host cache could grow for the search to consider a larger one."""
+"""Least ratio between the largest possible host cache and the present one for the search to consider a larger cache."""
 
 
 def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
-    """Seconds from the call of `step()` until the last op of the update is done, overlap with the next forward
-    included; None for a skipped step."""
+    """Seconds from the call of `step()` to the end of the last op of the update, including ops that overlap with the
+    next forward. None for a skipped step."""
     began = next((span.start for span in phases.spans if span.phase == "update"), None)
     if began is None or result.skipped:
         return None
@@ -46,16 +46,17 @@ def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
 
 
 class Tuning:
-    """Tuning of one attachment's knobs. Called by the training thread only."""
+    """Tuning of the knobs of one attached optimizer. Only the training thread may call it."""
 
     def __init__(self, optimizer: AdamW, recorder: Recorder, ranks: Ranks | None = None) -> None:
         self.tuner = Tuner()
         self._optimizer, self._recorder, self._ranks = optimizer, recorder, ranks or Ranks()
         self._last: tuple[EffectiveKnobs, float] | None = None
-        """Knobs and seconds of the update since the last `between_steps`."""
+        """Knob values and seconds of the last update; None if none has finished since the last `between_steps`."""
         self._refused: ConfigError | None = None
         self._recalibrations = self._announced = 0
-        """Numbers of recalibrations: agreed by all ranks, and last announced by this rank."""
+        """Numbers of recalibrated rates: the number that all ranks have agreed on, and the number in this rank's last
+        message."""
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
         """Records a finished update."""
@@ -64,7 +65,8 @@ class Tuning:
             self._last = result.effective, seconds
 
     def boundary_message(self, generation: int) -> BoundaryMessage:
-        """This rank's values for `step_sync.agree`."""
+        """Builds this rank's message for `step_sync.agree`. `generation`: newest generation of knobs that this rank
+        knows."""
         self._announced = self._recorder.recalibrations
         return BoundaryMessage(
             generation=generation,
@@ -75,7 +77,8 @@ class Tuning:
         )
 
     def between_steps(self, agreed: BoundaryMessage) -> None:
-        """Changes knobs when the tuner proposes it. All ranks call it with the same `agreed` values."""
+        """Gives the tuner the last update, and applies the knobs that it proposes, if any. All ranks call it with the
+        same `agreed` values."""
         if self._last is not None and agreed.update_seconds is not None:
             self.tuner.observe(self._last[0], agreed.update_seconds)
         self._last = None
@@ -91,8 +94,7 @@ class Tuning:
 
     @property
     def tunable(self) -> frozenset[str]:
-        """Knobs that the tuner may change: those on `auto`. Other policies than `interleaved` have no stride to
-        choose."""
+        """Knobs that the tuner may change: those on `auto`. Empty for offload policies other than `interleaved`."""
         if self._optimizer.offload.policy != "interleaved":
             return frozenset()
         knobs = self._optimizer.knobs
@@ -105,7 +107,8 @@ class Tuning:
         return self._optimizer.engine.effective
 
     def _move(self, wanted: EffectiveKnobs) -> None:
-        """Applies a proposal; a refusal is announced to the other ranks at the next boundary."""
+        """Applies a proposal of the tuner. If this rank cannot apply it, the other ranks learn that at the end of the
+        next step."""
         refusal = self._apply(wanted)
         if refusal is not None:
             self._refused = refusal
@@ -113,7 +116,7 @@ class Tuning:
                 self._revert()
 
     def _revert(self) -> None:
-        """Reverts a proposal that some rank could not apply: all ranks that applied it return to their earlier
+        """Takes back a proposal that some rank could not apply. All ranks that applied it return to their earlier
         knobs."""
         old = self.tuner.refuse(self._refused or "it does not fit on another rank.")
         # A rank that cannot revert keeps its knobs: the weights are the same with any knobs.
@@ -122,8 +125,8 @@ class Tuning:
             log.warning("the tuner cannot revert its last change: %s", refusal)
 
     def _apply(self, wanted: EffectiveKnobs) -> ConfigError | None:
-        """Applies knob values on `auto`. Returns None, or the reason for a refusal; then nothing has changed. Pinned
-        knobs are never changed."""
+        """Applies those values whose knobs are on `auto`; pinned knobs are never changed. Returns None, or, if the
+        values are refused, the error: then nothing has changed."""
         tunable = self.tunable
         try:
             self._optimizer.set_auto(
@@ -138,12 +141,14 @@ class Tuning:
     # ---- searches
 
     def _search(self) -> Move | None:
-        """The best change by the model; with several ranks, the best for the slowest rank."""
+        """Searches for the best change of knobs with the simulator. With several ranks it is the change that is best
+        for the slowest rank. None without a better choice."""
         mine = _or_default(self._best_candidate, None)
         return mine if self._ranks.count == 1 else self._elect(mine)
 
     def _best_candidate(self) -> Move | None:
-        """The best change for this rank; None without rates or without a better choice."""
+        """The best change of knobs for this rank by the simulator. None if rates are not known yet or no choice is
+        better."""
         rates = self._recorder.rates
         if rates is None:
             return None
@@ -155,8 +160,8 @@ class Tuning:
         )  # fmt: skip
 
     def _elect(self, mine: Move | None) -> Move | None:
-        """Elects one change with all ranks in two collectives: the candidates of all ranks, then each rank's prediction
-        for each candidate."""
+        """Chooses one change together with all ranks, in two collectives: first the ranks exchange their candidates,
+        then each rank's predictions for all candidates. `mine`: candidate of this rank."""
         current = self._current
         settings = proposals(self._ranks.all_gather(None if mine is None else Setting.of(mine.to, current)))
         if not settings:
@@ -167,7 +172,8 @@ class Tuning:
         return None if winner is None else Move(winner[0].on(current, ample), winner[1])
 
     def _judge(self, settings: Sequence[Setting], ample_cache: int) -> RankPredictions:
-        """This rank's predictions for all candidates; infinity for those that it may not or cannot apply."""
+        """Predicts the update time of this rank with the present knobs and with each candidate; infinity for a
+        candidate that this rank may not or cannot apply. `ample_cache`: bytes of the largest possible host cache."""
         rates = self._recorder.rates or RateCard()
         rank, backward = self._rank(), self._backward_seconds()
         choices = [setting.on(self._current, ample_cache) for setting in settings]
@@ -181,8 +187,8 @@ class Tuning:
         )
 
     def _is_allowed(self, setting: Setting, choice: EffectiveKnobs) -> bool:
-        """Whether a candidate changes only knobs that are on `auto` on this rank, all its changes take effect here, and
-        it fits."""
+        """Whether this rank can apply a candidate. It must change only knobs that are on `auto` here, its choice of a
+        larger host cache must have an effect here, and it must fit into memory."""
         current, tunable = self._current, self.tunable
         more_cache = choice.host_cache_bytes > current.host_cache_bytes
         if setting.more_cache != more_cache:
@@ -192,7 +198,7 @@ class Tuning:
         return wanted <= tunable and self._fits(choice)
 
     def _rank(self) -> Rank:
-        """This rank as input of the simulator."""
+        """Describes this rank as input of the simulator."""
         engine = self._optimizer.engine
         capacity = engine.residences.capacity if engine.residences is not None else {}
         return Rank(
@@ -206,7 +212,8 @@ class Tuning:
         return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
 
     def _ample_cache(self) -> int:
-        """Bytes of the largest host cache that memory allows; 0 when the tuner may not change it."""
+        """Bytes of the largest host cache that the free memory allows; 0 when the tuner may not change the host
+        cache."""
         return self._optimizer.automatic_cache_bytes() if "host_cache" in self.tunable else 0
 
     def _fits(self, effective: EffectiveKnobs) -> bool:
@@ -219,8 +226,8 @@ class Tuning:
 
 
 def _or_default(compute: Callable[[], T], default: T) -> T:
-    """Result of `compute`, or `default`, with a log message, when it raises. Other ranks wait for this rank's result,
-    so an error of a prediction must not stop it."""
+    """Returns the result of `compute`. If it raises, the error is logged and `default` is returned, because the other
+    ranks wait for this rank's result."""
     try:
         return compute()
     except Exception:

@@ -1,4 +1,4 @@
-"""Tracks the framework's tensors that count as memory of the emulated device, while their storage lives."""
+"""Tracks the framework's tensors that count as memory of the emulated device, until their storage is freed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _expired: Callable[[int], bool] = torch._C.StorageBase._expired  # type: ignore[attr-defined]
-"""The function behind StorageWeakRef.expired(); called directly it is five times as fast."""
+"""The function that StorageWeakRef.expired() calls. A direct call is five times as fast."""
 
 SWEEP_AFTER: Final = 64
-"""Number of new tensors after which dead ones are removed."""
+"""Number of newly tracked tensors after which freed tensors are removed (a sweep)."""
 OLD_SWEEPS: Final = 2
-"""Tensors that survived more sweeps than this are likely to stay: they are weights, not gradients."""
+"""A tensor that has survived more sweeps than this counts as old: it is probably a weight and not a gradient, and will
+probably stay."""
 
 
 class AdoptedTensors:
-    """Adopted tensors by address. Not thread-safe: callers need a lock.
+    """The tracked tensors, by address. Not thread-safe: callers need a lock.
 
     There is no notification when a storage is freed, and checking a storage costs a cache miss. So `recent_bytes`,
-    which phase boundaries call, assumes that old tensors live until new ones are adopted.
+    which is called at phase boundaries, does not check old tensors: it counts them until the next sweep.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,8 @@ class AdoptedTensors:
         self._young: dict[int, _Tensor] = {}
         self._old: dict[int, _Tensor] = {}
         self._starts: dict[int, list[int]] = {}
-        """Addresses in ascending order, by the power of two above the size, so that a search looks at few of them."""
+        """Start addresses in ascending order, in one list for each size class (see `_class`), so that a search looks at
+        few of them."""
         self._old_bytes = 0
         self._sweeps = 0
         self._sweep_at = SWEEP_AFTER
@@ -58,11 +60,11 @@ class AdoptedTensors:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of all living tensors."""
+        """Bytes of all tracked tensors whose storage is not freed."""
         return sum(one.nbytes for _, one in self._living())
 
     def recent_bytes(self) -> int:
-        """As `in_use_bytes`, but old tensors may be counted after they were freed, until the next sweep."""
+        """As `in_use_bytes`, but old tensors that were freed may be counted until the next sweep."""
         return self._old_bytes + sum([one.nbytes for one in self._young.values() if not _expired(one.cdata)])
 
     def holds(self, address: int, nbytes: int) -> bool:
@@ -74,7 +76,8 @@ class AdoptedTensors:
         return any(start < address + nbytes and address < end for start, end in self._near(address, nbytes))
 
     def _near(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Start and end of the tensors that may contain some of these bytes, or that adjoin them."""
+        """Start and end addresses of the tensors that may contain some of these bytes, or that begin or end next to
+        them."""
         for most_bytes, starts in self._starts.items():
             for index in range(bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)):
                 start = starts[index]
@@ -83,7 +86,7 @@ class AdoptedTensors:
                     yield start, start + one.nbytes
 
     def _living(self) -> Iterator[tuple[int, _Tensor]]:
-        """Tensors whose storage lives, with their addresses."""
+        """Tensors whose storage is not freed, with their addresses."""
         for tensors in (self._young, self._old):
             yield from ((at, one) for at, one in tensors.items() if not _expired(one.cdata))
 
@@ -102,13 +105,13 @@ class AdoptedTensors:
 
 
 def _size_class(nbytes: int) -> int:
-    """The least power of two above a number of bytes."""
+    """The size class of a tensor: the least power of two above its number of bytes."""
     return 1 << nbytes.bit_length()
 
 
 class _Tensor:
-    """Tracked tensor. `cdata`: address of its storage object, which shows whether the storage lives. `since`: number of
-    sweeps before it was adopted."""
+    """Tracked tensor. `cdata`: address of its storage object, with which `_expired` finds out whether the storage is
+    freed. `since`: number of sweeps before the tensor was added."""
 
     __slots__ = ("_storage", "cdata", "nbytes", "since")
 

@@ -68,7 +68,7 @@ class Event(Protocol):
         """Blocks the calling thread until the work is done."""
 
     def span(self) -> tuple[float, float]:
-        """Start and end of the work in seconds on the host's monotonic clock. Only after `wait`."""
+        """Start and end of the work in seconds on the host's monotonic clock. May be called only after `wait`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +101,25 @@ class Device(Protocol):
         """Highest `in_use_bytes` since the last call."""
 
     def alloc(self, nbytes: int) -> int:
-        """Allocates device memory. MemoryBudgetError, with figures, when it does not fit."""
+        """Allocates device memory and returns its address. Raises MemoryBudgetError, with figures, if it does not
+        fit."""
 
     def free(self, address: int) -> None: ...
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Allocates zeroed host memory, as bytes, with the fastest copies from and to the device."""
+        """Allocates zeroed host memory, as a tensor of bytes, of the kind that is copied fastest from and to the
+        device."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor of the framework as memory of this device while the tensor lives. Does not keep it alive."""
+        """Counts a tensor of the framework as memory of this device until the tensor is freed. Does not keep it
+        alive."""
 
     def now(self) -> Event:
         """Event that is done when all work that the calling thread has enqueued in the framework so far is done. It has
         no span."""
 
     def mark(self) -> Event:
-        """As `now`, but its span ends at the time when the work was done."""
+        """As `now`, but the event has a span, whose end is the time when the work was done."""
 
     def block(self, event: Event) -> None:
         """Makes work that the calling thread enqueues in the framework from now on begin after `event`."""
@@ -125,7 +128,8 @@ class Device(Protocol):
         """Makes work that is enqueued on `lane` from now on begin after `event`."""
 
     def used_by(self, lane: str, tensor: torch.Tensor) -> None:
-        """Call it before dropping `tensor`: its memory is not reused before the work now enqueued on `lane` is done."""
+        """Keeps the memory of `tensor` from being reused before the work that is now enqueued on `lane` is done. To be
+        called before `tensor` is dropped."""
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event: ...
 

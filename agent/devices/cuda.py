@@ -1,7 +1,7 @@
 """CUDA device: one stream per lane, events between them, pinned host memory, and device memory from torch's allocator.
 
 Every call that enqueues work returns at once. Only waits for events order the work of one stream with another, or with
-the host; tests/agent/devices/test_cuda_order.py drops each of these waits in turn.
+the host; tests/agent/devices/test_cuda_order.py leaves out each of these waits in turn to show that it is needed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tidegate.wire.base import DeviceKind
 log = logging.getLogger("tidegate.devices")
 
 ANCHOR_SECONDS: Final = 10.0
-"""Interval after which the clocks of GPU and host are compared again: times between events are fp32 milliseconds, and
-the clocks drift."""
+"""Seconds after which the clocks of GPU and host are compared again. CUDA gives the time between two events in fp32
+milliseconds, which is inexact for long times, and the clocks drift."""
 
 ANCHOR_TRIES: Final = 4
-"""Number of comparisons, of which the best is used."""
+"""Number of comparisons that are made in a row; the one with the smallest error is used."""
 
 GOOD_ANCHOR_SECONDS: Final = 1e-3
-"""A comparison with at most this error is always used."""
+"""A new comparison with a smaller error than this, in seconds, is always used."""
 
 DRIFT: Final = 5e-5
 """Assumed relative difference in speed of the two clocks."""
@@ -53,7 +53,7 @@ class ClockSync:
 
 
 class HostClock:
-    """Converts the times of markers from the GPU's clock to the host's monotonic clock."""
+    """Converts the times of markers (CUDA events) from the GPU's clock to the host's monotonic clock."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
@@ -69,7 +69,8 @@ class HostClock:
         return anchor.seconds + self._runtime.seconds_between(anchor.marker, marker)
 
     def fresh(self) -> ClockSync:
-        """The comparison for markers recorded from now on; after a long pause the clocks are compared first."""
+        """Returns the comparison for markers recorded from now on. If the last comparison is old, the clocks are
+        compared again first."""
         self.refresh()
         return self.anchor
 
@@ -87,7 +88,8 @@ class HostClock:
                 self._comparing.release()
 
     def _compare(self) -> ClockSync:
-        """The best of several comparisons: the first wakes the GPU up, and any may be interrupted."""
+        """Compares the clocks several times, and returns the comparison with the smallest error. The first one wakes
+        the GPU up, and each may be delayed by other threads."""
         return min((self._compare_once() for _ in range(ANCHOR_TRIES)), key=lambda anchor: anchor.error_seconds)
 
     def _compare_once(self) -> ClockSync:
@@ -99,8 +101,8 @@ class HostClock:
 
 
 class StreamWork:
-    """Event of work on a stream, between two markers; they are timed if `span` is used. `done` is called by every
-    thread that has waited for the work."""
+    """Event of work on a stream between the markers `start` and `end`. The markers must be timed if `span` is used.
+    `done`: function that is called in each thread that has waited for the work."""
 
     __slots__ = ("_anchor", "_clock", "_done", "_runtime", "end", "start")
 
@@ -142,11 +144,11 @@ class LaneStreams:
         return self._streams[lane]
 
     def wait_for_copies(self) -> None:
-        """Waits for copies from and to host memory."""
+        """Blocks the calling thread until all copies from and to host memory are done."""
         self._wait_for(H2D, D2H)
 
     def wait_for_all(self) -> None:
-        """Waits for all work."""
+        """Blocks the calling thread until all work on the lanes is done."""
         self._wait_for(H2D, D2H, DEVICE)
 
     def _wait_for(self, *lanes: str) -> None:
@@ -169,9 +171,9 @@ def _clean_up_unclosed(runtime: CudaRuntime, lanes: LaneStreams, allocated: set[
 class CudaDevice:
     """Device for one GPU. `limit_bytes`: limit of device memory below the GPU's own; 0 for none.
 
-    Host buffers come from a pool and return to it when they are dropped: wait for the work on a buffer before dropping
-    it. The same holds for `free`. `close` waits for copies in progress. A device that is dropped without `close` waits
-    for all lanes, and frees its memory.
+    Host buffers come from a pool and return to it when they are dropped. Before a host buffer is dropped, or device
+    memory is freed with `free`, all work on it must be done. `close` waits for copies in progress. A device that is
+    dropped without `close` waits for all lanes, and frees its memory.
     """
 
     def __init__(self, runtime: CudaRuntime, limit_bytes: int = 0) -> None:
@@ -199,8 +201,8 @@ class CudaDevice:
     # ---- memory
 
     def alloc(self, nbytes: int) -> int:
-        """Allocates device memory. Lanes must wait for `now()` before they use it. MemoryBudgetError when it does not
-        fit."""
+        """Allocates device memory and returns its address. Lanes must wait for `now()` before they use the memory.
+        Raises MemoryBudgetError if it does not fit."""
         free = self.capacity_bytes - self.in_use_bytes
         reason: MemoryError | None = None
         if nbytes <= free:
@@ -266,7 +268,7 @@ class CudaDevice:
         return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
-        """The list is filled by the thread that waits for the event."""
+        """As in `Device`. The list is filled in the thread that waits for the event."""
         anchor, stream, found = self._clock.fresh(), self._lanes[DEVICE], Norms()
         start = self._runtime.record(stream, timed=True)
         read = self._runtime.norms(grads, stream)
@@ -279,7 +281,7 @@ class CudaDevice:
         return StreamWork(self._runtime, self._clock, anchor, start, end, fill), found
 
     def close(self) -> None:
-        """Waits for copies and frees host memory. After an error copies may still be in progress, from and to pages
+        """Waits for copies and frees host memory. If waiting fails, copies may still be in progress, from and to pages
         that are unpinned now.
 
         All steps are run even if the GPU fails; then the first error is raised.

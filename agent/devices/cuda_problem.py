@@ -27,7 +27,7 @@ class CudaProblem:
 
 
 def cuda_problem() -> CudaProblem | None:
-    """Diagnoses CUDA; None when it can be used. Creates no CUDA context."""
+    """Diagnoses CUDA; returns None if CUDA can be used. Creates no CUDA context."""
     if torch.version.cuda is None:
         return CudaProblem(
             f"torch {torch.__version__} is built without CUDA",

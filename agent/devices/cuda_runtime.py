@@ -53,8 +53,8 @@ class CudaRuntime(Protocol):
         """Enqueues the computation of norms. Call the returned function after a marker behind this work was reached."""
 
     def alloc(self, nbytes: int) -> int:
-        """Allocates device memory in the order of the framework's current stream: earlier work of that stream may still
-        use it. MemoryError when there is none."""
+        """Allocates device memory and returns its address. Earlier work of the framework's current stream may still use
+        this memory: work of other streams must wait for it. Raises MemoryError if there is not enough memory."""
 
     def free(self, address: int) -> None:
         """Frees device memory, which the framework may reuse at once: all work on it must be done."""
@@ -78,4 +78,5 @@ class CudaRuntime(Protocol):
         """Highest `in_use_bytes` since the last call."""
 
     def near_cpus(self) -> frozenset[int]:
-        """CPUs of the NUMA node next to this GPU; empty with one node or when it is unknown."""
+        """CPUs of the NUMA node next to this GPU; an empty set if the host has one node only, or if the node is
+        unknown."""

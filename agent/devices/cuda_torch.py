@@ -1,15 +1,15 @@
 """CUDA runtime (`CudaRuntime`) implemented with PyTorch's calls.
 
-Reasons not to call the runtime library itself: each wheel of torch brings another one, it would have to be found
-without a GPU to test with, and a thread needs the right context before it calls. torch's own calls select the device,
-bind the context, check errors and release the GIL. torch cannot copy by address, so memory is wrapped without a copy:
-device memory through `__cuda_array_interface__`, host memory through the buffer protocol. A copy between such tensors
-with non_blocking=True is one cudaMemcpyAsync on the current stream.
+The CUDA runtime library is not called directly, because each wheel of torch brings its own version of it, and because a
+thread needs the right CUDA context before a call. torch's calls select the device, bind the context, check errors and
+release the GIL. torch cannot copy by address, so memory is wrapped as tensors without a copy: device memory through
+`__cuda_array_interface__`, host memory through the buffer protocol. A copy between such tensors with non_blocking=True
+is one cudaMemcpyAsync on the current stream.
 
-Threads start with GPU 0 as their current device, and a call without another device creates a context there, of hundreds
-of megabytes: cudaEventSynchronize does, and so does the end of `torch.cuda.stream`, which restores the stream of the
-previous device. So each call to CUDA is made with this GPU as the current device, whatever thread calls. Afterwards the
-previous device is current again; `torch.cuda.device` creates no context for it.
+GPU 0 is the current device of a new thread. A call for another GPU from such a thread would create a context of
+hundreds of megabytes on GPU 0: cudaEventSynchronize does so, and so does the end of `torch.cuda.stream`, which restores
+the stream of the previous device. So each call to CUDA is made with this GPU as the current device, whatever thread
+calls. Afterwards the previous device is current again; `torch.cuda.device` creates no context for it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class EventPool:
     def __init__(self, timed: bool) -> None:
         self._timed = timed
         self._free: deque[torch.cuda.Event] = deque()
-        """Events to reuse. Any thread may add one when it drops a marker, even inside `record`: this must work without
-        a lock."""
+        """Events to reuse. Any thread may add an event when it drops a marker, even while it is in `record`. So this
+        must work without a lock."""
 
     def record(self, stream: Stream) -> PooledEvent:
         """Records an event behind the work now in `stream`."""
@@ -80,7 +80,7 @@ class TorchCuda:
         self._capacity = free + torch.cuda.memory_reserved(self.device)
 
     def _this_gpu(self) -> torch.cuda.device:
-        """Context manager that makes this GPU the calling thread's current device."""
+        """Context manager in which this GPU is the current device of the calling thread."""
         return torch.cuda.device(self.device.index)
 
     # ---- order
@@ -169,8 +169,8 @@ class TorchCuda:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """Clears the runtime's last error of this thread. torch would read it at its next kernel and raise it there. So
-        a small kernel is launched here to consume the error."""
+        """Clears the CUDA runtime's last error in this thread. torch would read this error after its next kernel and
+        raise it there, so a small kernel is launched here and its error is ignored."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device).add_(1)
 

@@ -51,7 +51,8 @@ class EmulatedRates:
 
 
 class Arena:
-    """Device memory with a capacity: first-fit allocation, poisoned when handed out and when freed."""
+    """Simulated device memory with a capacity. Allocation is first-fit. A block is filled with POISON when it is
+    allocated and when it is freed."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
@@ -75,7 +76,7 @@ class Arena:
         return self.base + offset
 
     def free(self, address: int) -> None:
-        """Frees a block. DeviceAccessError when it is not allocated."""
+        """Frees a block. Raises DeviceAccessError if the block is not allocated."""
         offset = address - self.base
         index = next((i for i, (start, _) in enumerate(self.blocks) if start == offset), None)
         if index is None:
@@ -99,8 +100,8 @@ class Arena:
 
 
 class EmulatedDevice:
-    """Device with CPU tensors and paced copies and updates. `capacity_bytes` limits arena and adopted tensors
-    together."""
+    """Emulated device: computes on CPU tensors, and slows copies and updates down to the configured rates.
+    `capacity_bytes` limits arena and adopted tensors together."""
 
     def __init__(self, capacity_bytes: int, rates: EmulatedRates | None = None) -> None:
         # A copy: changing the rates of one device must not slow down another.
@@ -143,7 +144,7 @@ class EmulatedDevice:
             self._arena.free(address)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory in pages of its own, huge pages if available: transfers from and to paths then run at full
+        """Host memory in pages of its own, huge pages if available, with which transfers from and to paths reach full
         speed."""
         return torch.from_numpy(aligned_buffer(max(nbytes, 1)))[:nbytes]
 
@@ -211,14 +212,14 @@ class EmulatedDevice:
             self._peak = max(self._peak, self.in_use_bytes)
 
     def _pace(self, start: float, seconds: float) -> Event:
-        """Sleeps until `seconds` after `start`; the event of the finished work."""
+        """Sleeps until `seconds` after `start`; returns the event of the finished work."""
         remaining = start + seconds - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
         return DoneEvent(start, time.monotonic())
 
     def _require_device(self, address: int, nbytes: int, lane: str) -> None:
-        """DeviceAccessError unless all bytes are on the device."""
+        """Raises DeviceAccessError unless all bytes are on the device. `lane`: name for the message."""
         if not nbytes:
             return
         with self._lock:
@@ -227,7 +228,7 @@ class EmulatedDevice:
         raise DeviceAccessError(f"Lane {lane}: {nbytes} bytes at {address:#x} are not (or no longer) on the device.")
 
     def _require_host(self, address: int, nbytes: int, lane: str) -> None:
-        """DeviceAccessError if any of the bytes is on the device."""
+        """Raises DeviceAccessError if any of the bytes is on the device. `lane`: name for the message."""
         with self._lock:
             adopted = self._adopted.overlaps(address, nbytes)
         if adopted or self._arena.covers(address):

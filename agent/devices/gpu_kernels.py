@@ -1,8 +1,8 @@
 """Chooses the kernels of a GPU: Triton's if each of them passed a test launch with correct bits, else torch operations.
 
-Triton compiles at the first launch, which needs a C compiler, Python's headers, the driver's library and a writable
-folder; only then a missing part shows. The test launch is made at start, where errors can be handled, and not in a
-lane's thread.
+Triton compiles a kernel at its first launch. This needs a C compiler, Python's headers, the driver's library and a
+writable folder, and fails if one of them is missing. So the test launch is made at the start, where errors can be
+handled, and not in a lane's thread.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ UPDATE_TRITON: Final = "install the newest triton that this torch allows"
 
 @functools.cache
 def load_kernels(device: torch.device) -> GpuKernels:
-    """The kernels for `device`, tested once in this process. A warning gives the reason when they are not Triton's.
+    """Returns the kernels for `device`, tested once in this process. If they are not Triton's, a warning gives the
+    reason.
 
-    Triton's results equal the oracle's bit for bit. torch's do not, and are slower. An error of torch's kernels is
-    raised: then the device itself does not work.
+    Triton's results equal the oracle's bit for bit. The results of torch's kernels do not, and these kernels are
+    slower. An error of torch's kernels is raised, because then the device itself does not work.
     """
     try:
         kernels = cast(GpuKernels, importlib.import_module(TRITON))
@@ -98,11 +99,11 @@ def remedy_for(error: Exception) -> str:
 
 
 def _is_about_a_folder(error: Exception) -> bool:
-    """Whether a folder cannot be written."""
+    """Whether the error says that a folder cannot be written."""
     unwritable = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
     return isinstance(error, OSError) and error.errno in unwritable
 
 
 def _is_compiler(error: Exception) -> bool:
-    """Whether a program that Triton ran failed, other than ldconfig."""
+    """Whether the error says that a program which Triton ran, other than ldconfig, has failed."""
     return isinstance(error, subprocess.CalledProcessError) and "ldconfig" not in str(error.cmd)

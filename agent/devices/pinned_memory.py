@@ -1,8 +1,9 @@
-"""Pool of pinned host memory, from and to which a GPU copies without the CPU: mapped, placed and pinned once, then
-reused.
+"""Pool of pinned host memory, which a GPU copies from and to without the CPU. Its buffers are mapped, placed and pinned
+once, then reused.
 
-Pinning takes about as long as copying the pages. PyTorch's own cache rounds sizes up to powers of two, which a state of
-100 GB cannot afford. So buffers are mapped here, rounded to pages, and returned buffers are reused for the same size.
+Pinning takes about as long as copying the pages. PyTorch's own cache of pinned memory rounds sizes up to powers of two,
+which is too much for a state of 100 GB. So buffers are mapped here, rounded to pages, and returned buffers are reused
+for the same size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tidegate.kernels import fill
 log = logging.getLogger("tidegate.devices")
 
 WIPE_ON_FORK: Final = 18
-"""MADV_WIPEONFORK, which Python does not define: a fork must not trigger copy-on-write of pages that the GPU uses."""
+"""MADV_WIPEONFORK, which Python does not define. With it, a fork causes no copy-on-write of pages that the GPU uses."""
 
 TOUCH_BYTES: Final = 64 << 20
 """Bytes that one thread writes at a time."""
@@ -54,8 +55,8 @@ class Pinner(Protocol):
 class PinnedBlock:
     """Mapped pages. When the last reference is dropped, they are unpinned, if they are pinned, and then unmapped.
 
-    The finalizer is attached to the block and not to its mmap, because Python unmaps before it calls the finalizers of
-    an mmap. The finalizer holds `memory`.
+    The finalizer is attached to the block and holds `memory`, so that the pages are unpinned before they are unmapped.
+    A finalizer of the mmap itself would be called too late: Python unmaps first.
     """
 
     __slots__ = ("__weakref__", "_finalizer", "_pinner", "address", "memory", "nbytes")
@@ -66,8 +67,11 @@ class PinnedBlock:
         self._finalizer: weakref.finalize[..., PinnedBlock] | None = None
 
     def pin(self, pinner: Pinner, wait_until_idle: Callable[[], None]) -> str:
-        """Pins the pages; returns the reason when it failed. `wait_until_idle` waits until no work on such pages is
-        left."""
+        """Pins the pages. Returns the reason if this failed, "" on success.
+
+        wait_until_idle: function that waits until no work on such pages is left; called before pages that may still be
+        in use are unpinned.
+        """
         reason = pinner.pin(self.address, self.nbytes)
         if not reason:
             self._pinner = pinner
@@ -86,8 +90,8 @@ class PinnedBlock:
 def _unpin_finalizer(
     pinner: Pinner, wait_until_idle: Callable[[], None], memory: mmap.mmap, address: int, pid: int
 ) -> None:
-    """Finalizer of a block: waits for work on it, which no caller may have done, and unpins it. `memory` keeps the
-    pages until then."""
+    """Finalizer of a pinned block: waits for work on the block, in case that nobody has waited before, and unpins its
+    pages. `memory` keeps the pages mapped until then."""
     if os.getpid() != pid:
         return  # a forked child has the pages, but no access to the GPU
     try:
@@ -97,7 +101,7 @@ def _unpin_finalizer(
 
 
 class ReturnedBlocks:
-    """Queue of returned blocks. It outlives the pool while buffers are in use."""
+    """Queue of the blocks whose buffers were dropped. It exists as long as the pool or a buffer exists."""
 
     def __init__(self) -> None:
         self._returned: deque[PinnedBlock] = deque()
@@ -105,8 +109,8 @@ class ReturnedBlocks:
         """Whether the pool is closed: returned blocks are then freed at once."""
 
     def put(self, block: PinnedBlock) -> None:
-        """Returns a block. Any thread may call it when it drops a buffer, at any time, even inside `take`: it must work
-        without a lock."""
+        """Returns a block to the pool. Called when a buffer is dropped, in any thread and at any time, even during
+        `take`. So this must work without a lock."""
         self._returned.append(block)
         if self.closed:
             self._returned.clear()
@@ -138,7 +142,7 @@ class PinnedPool:
         return sum(block.nbytes for block in self._mapped)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Returns a buffer of `nbytes` zeros. MemoryBudgetError when the host lacks the memory."""
+        """Returns a buffer of `nbytes` zeros. Raises MemoryBudgetError if host memory does not suffice."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             self._returned.closed = False
@@ -152,21 +156,22 @@ class PinnedPool:
         return self._buffer_of(block, nbytes)
 
     def close(self) -> None:
-        """Unpins returned buffers: work on them must be done. A buffer that is still in use is unpinned when it is
-        dropped. All are tried; then the first error is raised."""
+        """Unpins the buffers that were returned to the pool; all work on them must be done. A buffer that is still in
+        use is unpinned when it is dropped. All steps are run even if one fails; then the first error is raised."""
         with self._lock:
             self._returned.closed = True
             self._release_free()
 
     def _buffer_of(self, block: PinnedBlock, nbytes: int) -> torch.Tensor:
-        """A tensor over a block, which returns the block when it is dropped."""
+        """A tensor over the memory of a block. The block returns to the pool when the tensor and all its views are
+        dropped."""
         array = np.frombuffer(block.memory, np.uint8, nbytes)
         # The storage of the tensor and of all its views holds the array.
         weakref.finalize(array, self._returned.put, block).atexit = False
         return torch.from_numpy(array)
 
     def _collect(self) -> None:
-        """Sorts returned blocks by size."""
+        """Moves returned blocks to the lists of free blocks, by size."""
         for block in self._returned.take():
             self._free.setdefault(block.nbytes, []).append(block)
 
@@ -178,7 +183,7 @@ class PinnedPool:
         close_all(*(block.unpin for block in released))
 
     def _new(self, size: int) -> PinnedBlock:
-        """Maps and pins a new block. MemoryBudgetError when the host lacks the memory."""
+        """Maps and pins a new block. Raises MemoryBudgetError if host memory does not suffice."""
         available = host_available_bytes()
         if size > available:
             with self._lock:
@@ -201,7 +206,7 @@ class PinnedPool:
         return block
 
     def _warn(self, size: int, reason: str) -> None:
-        """Logs, once, that memory could not be pinned."""
+        """Logs a warning, once, that memory could not be pinned."""
         if self._warned:
             return
         self._warned = True
@@ -236,7 +241,8 @@ def host_available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def near_cpus(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int]:
-    """CPUs of the NUMA node of a PCI device ("0000:3b:00.0"); empty with one node or an unknown one."""
+    """CPUs of the NUMA node of a PCI device ("0000:3b:00.0"); an empty set if the host has one node only, or if the
+    node is unknown."""
     try:
         node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
         nodes = list((sys / "devices/system/node").glob("node[0-9]*"))
@@ -248,14 +254,15 @@ def near_cpus(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int]:
 
 
 def _cpu_list(text: str) -> Iterator[int]:
-    """Parses a list of CPUs: "0-3,8" gives 0, 1, 2, 3, 8."""
+    """Parses a list of CPUs in the kernel's format: "0-3,8" gives 0, 1, 2, 3, 8."""
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
-    """Writes zeros from threads on `cpus`: a page is allocated on the NUMA node of the CPU that first writes to it."""
+    """Writes zeros to new memory with threads that run on `cpus`: the kernel allocates a page on the NUMA node of the
+    CPU that first writes to it."""
     allowed = cpus & os.sched_getaffinity(0)
     starts = range(0, nbytes, TOUCH_BYTES)
     if not allowed and len(starts) == 1:
@@ -270,7 +277,7 @@ def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
 
 
 def _touch_share(address: int, nbytes: int, starts: Sequence[int], cpus: frozenset[int]) -> None:
-    """Writes one thread's part of the zeros."""
+    """Writes the zeros of one thread: TOUCH_BYTES at each of `starts`."""
     if cpus:
         os.sched_setaffinity(0, cpus)  # of this thread alone
     for start in starts:

@@ -23,10 +23,10 @@ NUM_STREAMS: Final = 4
 QUEUES_VARIABLE: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 EMULATED: Final = "emulated"
-"""Marker in `_warned` for the warning of the emulated device."""
+"""Entry in `_warned` for the warning about the emulated device."""
 
 _warned: set[str] = set()
-"""Warnings logged already: values of `QUEUES_VARIABLE`, and `EMULATED`."""
+"""Warnings that were logged already: values of the variable QUEUES_VARIABLE, and EMULATED."""
 
 
 class DeviceSettings(Protocol):
@@ -46,8 +46,8 @@ class DeviceSettings(Protocol):
 
 
 def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> Device:
-    """The GPU that `params` are on, or the emulated device for CPU tensors. ParameterError when they are not all on one
-    supported device."""
+    """Returns the GPU that `params` are on, or an emulated device for CPU tensors. Raises ParameterError if they are
+    not all on one supported device."""
     where = check_one_device(params)
     if where == "cpu":
         return EmulatedDevice(
@@ -76,7 +76,7 @@ def warn_if_emulated(device: Device) -> None:
 
 
 def check_one_device(params: Sequence[torch.Tensor]) -> str:
-    """The device of all `params`, as text. ParameterError when they are on several devices."""
+    """Returns the name of the device of all `params`. Raises ParameterError if they are on several devices."""
     devices = sorted({str(param.device) for param in params})
     if len(devices) > 1:
         raise ParameterError(
@@ -87,8 +87,8 @@ def check_one_device(params: Sequence[torch.Tensor]) -> str:
 
 
 def _warn_of_few_queues() -> None:
-    """Warns of a low value of CUDA_DEVICE_MAX_CONNECTIONS, once for each value. CUDA reads the variable when the
-    process first uses the GPU: a later change has no effect."""
+    """Logs a warning about a low value of the variable CUDA_DEVICE_MAX_CONNECTIONS, once for each value. CUDA reads the
+    variable when the process first uses the GPU: a later change has no effect."""
     value = os.environ.get(QUEUES_VARIABLE, "").strip()
     if not value.isdecimal() or not 0 < int(value) < NUM_STREAMS or value in _warned:
         return

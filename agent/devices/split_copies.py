@@ -1,5 +1,6 @@
-"""Splits large copies into pieces. A copy engine runs one copy after the other, whichever stream they are on. So a copy
-of the framework (a loss, the next batch) waits for one piece instead of a gigabyte."""
+"""Splits large copies into pieces. The copy engine of a GPU runs one copy after the other, even if they are on
+different streams. With pieces, a copy of the framework (a loss, the next batch) waits for one piece and not for a
+gigabyte."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from typing import Final
 from tidegate.agent.devices.base import Copy
 
 PIECE_BYTES: Final = 64 << 20
-"""Largest piece. `bench/copies.py` compares the cost of a piece with the time that other copies wait for it."""
+"""Maximum size of a piece. `bench/copies.py` compares the cost of a piece with the time that other copies wait for
+it."""
 
 
 def in_pieces(copies: Sequence[Copy], most: int = PIECE_BYTES) -> list[Copy]:
-    """The same bytes in the same order, as copies of at most `most` bytes."""
+    """Splits copies into copies of at most `most` bytes. Bytes and their order stay the same."""
     return [piece for copy in copies for piece in _pieces(copy, most)]
 
 

@@ -1,1 +1,1 @@
-"""The engine: plans each step and executes plans on lanes; the memory of the optimizer state."""
+"""The engine: makes a plan for each step, executes it on lanes, and manages the memory of the optimizer state."""

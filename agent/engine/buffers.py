@@ -9,11 +9,12 @@ import torch
 
 
 class HostBuffers(dict[int, torch.Tensor]):
-    """Host buffers of one kind (state, weight mirror or gradient) by subgroup id; `new(nbytes)` allocates zeros.
+    """Host buffers of one kind (state, weight mirror or gradient) by subgroup id. `new(nbytes)` allocates a buffer of
+    zeros.
 
-    With the knob `alternate`, other subgroups are in host memory in each step, and new pages in each step would cost
-    more than the fetch into them. So a buffer that a step releases is kept until the next step has ended, and is freed
-    then unless the next step reuses it.
+    With the knob `order=alternate`, the set of subgroups in host memory changes in each step. Allocating new pages for
+    them would take longer than reading the state into the pages. So a released buffer is kept until the end of the next
+    step, and is freed then if no subgroup has reused it.
     """
 
     def __init__(self, new: Callable[[int], torch.Tensor]) -> None:
@@ -24,13 +25,14 @@ class HostBuffers(dict[int, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, with those that are released but not freed. From any thread, also while another thread
-        allocates and releases."""
+        """Total bytes of all buffers, including released buffers that are not freed yet. May be called from any thread,
+        also while another thread allocates and releases buffers."""
         spare = sum(size * len(buffers) for size, buffers in self._spare.copy().items())
         return sum(buffer.numel() for buffer in self.copy().values()) + spare
 
     def allocate(self, subgroup: int, nbytes: int) -> None:
-        """Gives the subgroup an uninitialised buffer, a released one where there is one of this size."""
+        """Gives the subgroup a buffer with undefined content: a released buffer of this size if there is one, else a
+        new one."""
         spare = self._spare.get(nbytes)
         self[subgroup] = spare.pop() if spare else self._new(nbytes)
 

@@ -1,4 +1,5 @@
-"""Time and waiting of the executor's lane threads: the real clock, and a virtual one that tests use."""
+"""Clocks with which the executor's lane threads measure time and wait: the real clock, and a simulated one for
+tests."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Clock and condition variable of the executor. All waiting of its threads goes through it."""
+    """Interface: clock and condition variable of the executor. All threads of the executor wait with `wait_for`."""
 
     @property
     def lock(self) -> threading.Condition: ...
@@ -18,10 +19,12 @@ class Clock(Protocol):
         """The present time, in seconds."""
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits, with `lock` held, until `predicate()` is true; False when `timeout` seconds passed first."""
+        """Waits until `predicate()` is true and returns True; returns False if `timeout` seconds pass before. The
+        caller must hold `lock`."""
 
     def notify(self) -> None:
-        """To be called, with `lock` held, when the predicates of waiting threads may have become true."""
+        """Wakes the threads in `wait_for` whose predicate is true now. To be called, with `lock` held, after each
+        change that may make a predicate true."""
 
 
 class MonotonicClock:
@@ -52,11 +55,11 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """Simulated time: it stands still while a participant computes, and jumps to the earliest end of a `sleep` when all
-    of them wait or sleep.
+    """Simulated clock for tests. Time stands still while a participating thread computes. When all participating
+    threads wait or sleep, time jumps to the earliest end of a `sleep`.
 
-    `participants`: the number of threads that take part (lanes, and the thread that drives them). Deterministic as long
-    as each of these threads is always either computing, sleeping or waiting here.
+    `participants`: the number of participating threads (lanes, and the thread that drives them). The simulation is
+    deterministic if each of these threads is always computing, sleeping or waiting with this clock.
     """
 
     def __init__(self, participants: int) -> None:
@@ -79,7 +82,7 @@ class VirtualClock:
         return True
 
     def sleep(self, seconds: float) -> None:
-        """Blocks the calling thread for so much simulated time."""
+        """Blocks the calling thread until `seconds` of simulated time have passed."""
         with self.lock:
             me = threading.get_ident()
             self._sleeping[me] = self._time + seconds
@@ -93,7 +96,8 @@ class VirtualClock:
         self.lock.notify_all()
 
     def leave(self) -> None:
-        """The calling thread takes part no longer: time does not wait for it."""
+        """Removes the calling thread from the participants: simulated time then advances without waiting for this
+        thread."""
         with self.lock:
             self._running -= 1
             self._advance()

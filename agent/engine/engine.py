@@ -42,12 +42,13 @@ from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, path_lanes
 from tidegate.timeline.timeline import Span
 
 MAX_DROPPED_SPANS = 10_000
-"""Limit for loops that call backward and never `step()`, which must not fill the memory."""
+"""Maximum number of spans that are kept of dropped plans. Limits the memory use of loops that call backward again and
+again without `step()`."""
 
 
 class Engine:
-    """Plans and runs the updates of one optimizer. Driven by the training thread (and, in hooks, by autograd's
-    thread)."""
+    """Plans and runs the updates of one optimizer. Its methods are called by the training thread and, in gradient
+    hooks, by autograd's thread."""
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class Engine:
         self.effective = effective
         self._early_gradients = settings.early_gradients
         self.gradients_come_reduced = False
-        """Whether the gradients that autograd accumulates are partial, and `gradients_reduced` gives the final ones."""
+        """Whether the gradients in autograd's hooks are not yet reduced over the ranks (True with `overlap_ddp`). The
+        engine then takes gradients from `gradients_reduced` only."""
         self._pool = ThreadPool(settings.cpu_threads)
         self._dropped: deque[Span] = deque(maxlen=MAX_DROPPED_SPANS)
         """Spans of the plans that were dropped since the last step."""
@@ -106,7 +108,7 @@ class Engine:
         self._usability = Usability(self._executor)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
-        """Appends parameters and their subgroups. Between steps."""
+        """Appends parameters and their subgroups. May be called only between steps."""
         assert self._flight is None, "a plan is in flight"
         self.weights.adapt_to_edits()  # or earlier edits by the user would go unnoticed
         self.params += params
@@ -122,7 +124,7 @@ class Engine:
         self.weights.extend(layouts)
 
     def sum_norms_with(self, norm: GradientNorm) -> None:
-        """Sets the object that sums squares of gradients over ranks. Between steps."""
+        """Sets the object that sums squares of gradients over ranks. May be called only between steps."""
         assert self._flight is None, "a plan is in flight"
         self._norm = self._runner.norm_over_ranks = norm
 
@@ -140,13 +142,13 @@ class Engine:
 
     @property
     def updating(self) -> bool:
-        """Whether a step has begun and some of its ops are not done. From any thread."""
+        """Whether a step has begun and some of its ops are not done. May be called from any thread."""
         flight = self._flight
         return flight is not None and flight.inputs is not None and not self._executor.all_ops_done
 
     def start(self) -> None:
-        """Starts the next step's plan unless it has started: copies of state and weights begin, those of gradients
-        follow."""
+        """Starts the plan of the next step unless it is started already. Copies of state and weights begin at once;
+        each gradient is copied after it has arrived."""
         self.require_usable()
         if self._flight is None:
             with DelayInterrupt(), self._starting:
@@ -167,14 +169,21 @@ class Engine:
         return PlanInFlight(plan, effective, time.monotonic())
 
     def stage(self) -> None:
-        """Allocates the staging memory of the next plan ahead of time, as far as the plan is known. A plan starts in
-        the hook of the first gradient, when activations fill most of the device, and pinning host memory takes long.
-        Does nothing while a plan is in flight, which has its memory."""
+        """Allocates the staging memory of the next plan ahead of time, as far as it is known from the knobs. The plan
+        itself starts in the hook of the first gradient, when activations fill most of the device, and pinning host
+        memory takes long. Does nothing while a plan is in flight, because the memory of this plan is allocated
+        already."""
         if self._flight is None:
             self.planner.stage(self.effective)
 
     def gradient_accumulated(self, param: int) -> None:
-        """To be called when autograd has accumulated the gradient of a parameter: its subgroups may be copied early."""
+        """Takes the gradient that autograd has just accumulated for a parameter: starts the plan if there is none, and
+        allows the copies of subgroups whose gradients are complete. Waits if the device has no memory for the next
+        gradient.
+
+        In mode `release`, a gradient of a backward pass before the last one of the step is only added to its sum in
+        host memory.
+        """
         if self.gradients.accumulating and self.gradients.mode == "release":
             self.gradients.add_to_sum(param)
             return
@@ -187,8 +196,9 @@ class Engine:
         self._wait_for_gradient_memory()
 
     def _wait_for_gradient_memory(self) -> None:
-        """Waits for reads of released gradients while the next gradient would not fit on the device: the host enqueues
-        a backward far ahead of the device, and the memory of a gradient is free only when the device has read it."""
+        """Waits until the device has read released gradients, while the next gradient would not fit in device memory.
+        The host enqueues a backward far ahead of the device, and the memory of a gradient is free only when the device
+        has read it."""
         memory = self.gradients.memory
         if not memory.full:
             return
@@ -201,15 +211,16 @@ class Engine:
             raise
 
     def gradients_reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Takes final gradients, with the numbers of their parameters, from a collective. From any thread, after
-        `start`."""
+        """Takes gradients that a collective has reduced over the ranks, with the numbers of their parameters, and
+        allows their copies. May be called from any thread, after `start`."""
         for param, grad in gradients:
             self.gradient_gates.open(self.gradients.reduced(param, grad))
 
     def step(self, inputs: StepInputs) -> tuple[int, ...]:
-        """Begins the update; returns the numbers of the parameters that it changes, none when the step is skipped.
+        """Begins the update and waits until the gradient norm is known. Returns the numbers of the parameters that the
+        update changes: none if the step is skipped.
 
-        Fills in `has_grad`, `grad_norm` and `grad_scale` of the inputs. `wait_for_update` waits for the rest.
+        Sets `has_grad`, `grad_norm` and `grad_scale` of `inputs`. `wait_for_update` waits for the end of the update.
         """
         assert not self.running, "wait for the last update first"
         made, called = self.device.mark(), time.monotonic()
@@ -241,15 +252,16 @@ class Engine:
         return flight.stepped
 
     def fail_uncounted_step(self, error: BaseException) -> None:
-        """Makes the engine unusable until a whole state is loaded: its caller was interrupted by `error` after an
-        update began and before the caller had counted the update."""
+        """Makes the engine unusable until a complete state is loaded. To be called when `error` has interrupted the
+        caller of `step` after an update began and before the caller has counted the update."""
         if self.usable:
             self._fail(error)
 
     def _replan_if_changed(self) -> None:
-        """Drops the plan and starts another if weights were edited or knobs changed since the plan was made.
+        """Drops the plan and starts another one if weights were edited or knobs were changed since the plan was made.
 
-        EngineError when weights were edited and gradients are released already.
+        Raises EngineError if weights were edited and gradients are released already, because the plan then cannot be
+        dropped.
         """
         edited = self.weights.edited()
         if self.gradients.any_released:
@@ -298,10 +310,11 @@ class Engine:
             self.device.block(event)
 
     def drop_plan(self, dropping: bool = False) -> None:
-        """Drops a plan that waits for `step()`; does nothing without one. No data is lost in mode `keep`.
+        """Drops the plan that was started and waits for `step()`; does nothing if there is none. No data is lost in
+        mode `keep`.
 
-        dropping: allows the loss of gradients that are released already, which exist only in the plan; EngineError
-        without it.
+        dropping: whether gradients may be lost that are released already and exist only in the plan. If False and there
+        are such gradients, EngineError is raised.
         """
         assert not self.running, "wait for the update first"
         if not self._executor.busy or not self._usability.is_in_own_process or self._executor.stuck:
@@ -348,8 +361,9 @@ class Engine:
     # ---- state and weights from outside
 
     def weights_loaded(self) -> None:
-        """To be called before state is loaded for the present weights: remainders start at 0, mirrors are copied again,
-        and an engine that has failed is usable again."""
+        """Prepares the engine for a state that will be loaded for the present weights: discards state on paths, sets
+        remainders to 0 and fp32 masters to the weights, marks all mirrors for a new copy, and makes an engine that has
+        failed usable again."""
         if self.store is not None:
             self.memory.forget_stored()
             self.planner.place_new_subgroups(self.effective)
@@ -365,8 +379,10 @@ class Engine:
 
     def close(self, why: str = "it was closed") -> None:
         """Stops the lanes and frees memory; the weights stay unchanged. All clean-up steps run even if the GPU fails;
-        then the first error is raised. `why`: the reason in the error of later calls. Does nothing in a forked
-        child."""
+        then the first error is raised. Does nothing in a forked child.
+
+        why: the reason that errors of later calls give.
+        """
         if not self._usability.is_in_own_process:
             return
         self._usability.problem = self._usability.problem if self._executor.closed else why
@@ -384,13 +400,15 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """Whether this engine can step and be read."""
+        """Whether steps and reads of the state are possible: the engine has not failed, is not closed, and belongs to
+        this process."""
         return self._usability.is_usable
 
     def require_loadable(self) -> None:
-        """EngineError when this engine cannot be used even after a whole state is loaded."""
+        """Raises EngineError if this engine stays unusable even when a complete state is loaded: it is closed, a lane
+        is stuck, or it belongs to a parent process."""
         self._usability.require_loadable()
 
     def require_usable(self) -> None:
-        """EngineError with the reason when this engine cannot step or be read."""
+        """Raises EngineError, with the reason, if this engine cannot make steps and its state cannot be read."""
         self._usability.require()

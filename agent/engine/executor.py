@@ -1,12 +1,14 @@
-"""Executes a plan: the ops of each lane in order, each as soon as its dependencies are issued and its gate is open.
+"""Executes a plan: each lane runs its ops in order, and each op begins when its dependencies are issued and its gate is
+open. The gate `gradient` of a subgroup opens when its gradients have arrived, the gate `step` when `step()` is called.
 
-A lane has one thread. A lane that runs ahead has two threads, which alternate: while one thread waits for its op, the
-other issues the next op, as soon as the dependencies of that op allow it. So the queue of a disk does not run empty
-until a Python thread gets a core again. Ops of such a lane begin in order and end in order: an op that is done early
-counts as running until all ops before it are done, too. All other order between them comes from dependencies alone.
+A lane has one thread. A lane that runs ahead (a lane of a storage path) has two threads, which take turns: while one
+thread waits for its op, the other issues the next op, if the dependencies of that op allow it. So the queue of a disk
+is not empty while a Python thread waits for a core. Ops of such a lane begin in order and end in order: an op that is
+done early counts as running until all ops before it are done, too. Any other order between these ops must be a
+dependency in the plan.
 
-Before the gate `step` opens, ops only copy into buffers that nothing else reads yet. They may be repeated (when a
-gradient has changed after its copy) or dropped (`cancel`), which costs nothing but time.
+Before the gate `step` opens, ops only copy into buffers that nothing else reads yet. So these ops can be repeated (when
+a gradient has changed after its copy) or dropped (`cancel`) without harm.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from tidegate.timeline.timeline import Span
 
 
 class StepSkipped(Exception):
-    """Raised by the runner of NORM when the step must be skipped (gradients that are not finite): the rest of the plan
-    is dropped."""
+    """Raised by the op runner in the op NORM if the step must be skipped, for example because gradients are not finite.
+    The executor then drops the rest of the plan."""
 
 
 class OpRunner(Protocol):
@@ -50,7 +52,7 @@ class OpRunner(Protocol):
 
 
 class Executor:
-    """Runs one plan at a time on persistent lane threads. Not thread-safe: a single thread drives it."""
+    """Runs one plan at a time on persistent lane threads. A single thread must start, step and finish the plans."""
 
     def __init__(
         self,
@@ -62,9 +64,12 @@ class Executor:
         watchdog_seconds: float = 120.0,
         on_thread_end: Callable[[], None] | None = None,
     ) -> None:
-        """`lanes`: all lanes that plans may have. `ahead`: the lanes that begin an op before the one before has ended.
-        `watchdog_seconds`: LaneStuckError when an op takes longer. `on_thread_end`: called by each lane thread when it
-        ends; threads are then not joined."""
+        """lanes: all lanes that plans may have.
+        ahead: the lanes that run ahead: they may begin an op before their previous op has ended.
+        watchdog_seconds: longest duration of an op; if an op takes longer, LaneStuckError is raised.
+        on_thread_end: function that each lane thread calls when it ends. If it is given, `close` does not wait for the
+            threads.
+        """
         self._runner = runner
         self._clock = clock
         self._lanes = tuple(lanes)
@@ -94,17 +99,18 @@ class Executor:
 
     @property
     def busy(self) -> bool:
-        """Whether a plan was started, and neither `finish` nor `cancel` has returned."""
+        """Whether a plan is in progress: it was started, and neither `finish` nor `cancel` has returned."""
         return self._progress is not None
 
     @property
     def all_ops_done(self) -> bool:
-        """Whether no op of the plan is left to run, also before `finish` was called. From any thread."""
+        """Whether no op of the plan is left to run, even if `finish` was not called yet; True if there is no plan. May
+        be called from any thread."""
         with self._clock.lock:
             return self._progress is None or self._progress.is_done
 
     def start(self, plan: Plan) -> None:
-        """Gives `plan` to the lanes; ops without a gate begin. EngineError when this executor is closed."""
+        """Starts `plan`: ops without a gate may begin at once. Raises EngineError if this executor is closed."""
         with self._clock.lock:
             if self.closed:
                 raise EngineError("This optimizer is closed.")
@@ -120,8 +126,8 @@ class Executor:
                 self._clock.notify()
 
     def done_early(self) -> tuple[Op, ...]:
-        """GRAD_D2H ops that were issued or have begun so far: only these can be in `step(repeat=…)`. No other one
-        begins later unless its gate opens meanwhile."""
+        """The GRAD_D2H ops (copies of gradients to the host) that were issued or have begun so far. Only these ops can
+        be repeated with `step(repeat=…)`; an op that begins later copies the gradients as they are then."""
         with self._clock.lock:
             progress = self._current()
             return tuple(
@@ -130,8 +136,8 @@ class Executor:
             )  # fmt: skip
 
     def step(self, repeat: Collection[int] = ()) -> None:
-        """Opens all gates. `repeat`: ids of gradient copies whose gradient has changed since; these ops run again,
-        first."""
+        """Opens all gates. `repeat`: ids of gradient copies whose gradient has changed since the copy; these ops run
+        again, before the other ops of their lane."""
         with self._clock.lock:
             progress = self._current()
             self._wait(progress, lambda: progress.error is not None or not progress.is_any_running(repeat))
@@ -144,15 +150,16 @@ class Executor:
             self._clock.notify()
 
     def wait_for_norm(self) -> bool:
-        """After `step`: waits for NORM. False when the step is skipped. Raises what a lane raised."""
+        """Waits until the op NORM has run; to be called after `step`. Returns False if the step is skipped. Raises the
+        error of a lane that has failed."""
         with self._clock.lock:
             norms = [op.id for op in self._current().plan.of_kind(OpKind.NORM)]
         self.wait_until_issued(norms)
         return not self._current().skipped
 
     def wait_until_issued(self, ops: Collection[int]) -> list[Event]:
-        """After `step`: waits until these ops (ids) are issued, and returns their events. Ops that a skipped step has
-        dropped have none. Raises what a lane raised."""
+        """Waits until the ops with these ids are issued, and returns their events; to be called after `step`. If the
+        step is skipped, ops that were dropped have no event in the list. Raises the error of a lane that has failed."""
         with self._clock.lock:
             progress = self._current()
             self._wait(progress, lambda: progress.is_done or all(op in progress.issued for op in ops))
@@ -172,8 +179,8 @@ class Executor:
         Spans of a lane never overlap. On a lane that runs ahead, the last blocks of an op and the first blocks of the
         next op are moved at the same time: this time is in the span of the earlier op.
 
-        Raises what a lane raised, or LaneStuckError with lane and op when an op takes longer than `watchdog_seconds`:
-        the executor is then `stuck`, and can only be closed.
+        Raises the error of a lane that has failed. Raises LaneStuckError, with lane and op, if an op takes longer than
+        `watchdog_seconds`; the executor is then `stuck`, and can only be closed.
         """
         with self._clock.lock:
             progress = self._current()
@@ -185,7 +192,8 @@ class Executor:
         return tuple(self._spans(progress)), progress.skipped
 
     def cancel(self) -> tuple[Span, ...]:
-        """Drops the ops that have not begun, waits for the others, and returns their spans. Only before `step`."""
+        """Drops the ops that have not begun, waits for the ops in progress, and returns the spans of all ops that ran.
+        After `step`, only to be called when the plan has failed or the executor is closed."""
         with self._clock.lock:
             progress = self._progress
             if progress is None:
@@ -209,10 +217,10 @@ class Executor:
                 thread.join(timeout=0.1 if self.stuck else 5.0)
 
     def stop_before_exit(self, deadline: float) -> None:
-        """Finishes the update and ends the threads before the interpreter exits: see `interpreter_exit`.
+        """Finishes the update and ends the lane threads before the interpreter exits (see `interpreter_exit`).
 
-        Ops that run at `deadline` get LONGEST_WAIT_SECONDS more, all others are dropped; waiting for an update that was
-        not finished then raises EngineError.
+        deadline: in seconds on the monotonic clock. Ops that are running then get LONGEST_WAIT_SECONDS more, and all
+        others are dropped. If the update was not finished, waiting for it raises EngineError.
         """
         if self.closed or self.stuck or self._on_thread_end is not None or os.getpid() != self._pid:
             return
@@ -250,7 +258,8 @@ class Executor:
             )
 
     def _take(self, lane: str) -> tuple[PlanProgress, RunningOp, list[Event]]:
-        """Begins the lane's next op; returns it with the events that it must wait for. With the lock held."""
+        """Begins the next op of the lane; returns it with the events that the lane must wait for. The caller must hold
+        the lock."""
         progress = self._current()
         op = progress.pending[lane].popleft()
         waits = [progress.issued[dep].event for dep in op.deps]
@@ -261,7 +270,7 @@ class Executor:
         return progress, taken, waits
 
     def _next(self, lane: str) -> Op | None:
-        """The op that the lane may begin now, if any. With the lock held."""
+        """The op that the lane may begin now; None if there is none. The caller must hold the lock."""
         progress = self._progress
         if progress is None or progress.error is not None or not progress.pending[lane]:
             return None
@@ -296,14 +305,15 @@ class Executor:
             self._clock.notify()
 
     def _begun(self, taken: RunningOp) -> None:
-        """The work of this op is queued: a lane that runs ahead may begin its next op."""
+        """Called when all work of this op is queued. On a lane that runs ahead, allows the next op to begin."""
         if taken.op.lane in self._ahead:
             with self._clock.lock:
                 taken.begun = True
                 self._clock.notify()
 
     def _end(self, progress: PlanProgress, taken: RunningOp) -> None:
-        """Removes this op from the running ops of its lane, once it is the first of them. With the lock held."""
+        """Waits until all earlier ops of the lane have ended, then removes this op from the running ops. The caller
+        must hold the lock."""
         lane = taken.op.lane
         running = progress.running[lane]
         if running[0] is not taken:
@@ -315,7 +325,7 @@ class Executor:
             del progress.running[lane]
 
     def _spans(self, progress: PlanProgress) -> Iterator[Span]:
-        """The spans of the ops that ran, in the order in which they ended. Waits for each."""
+        """The spans of the ops that ran, in the order in which they ended. Waits for the end of each op."""
         lane_ends: dict[str, float] = {}
         for op, issued in progress.history:
             issued.event.wait()
@@ -364,8 +374,8 @@ def _wake(clock: Clock) -> None:
 
 
 def _wait_after_failure(progress: PlanProgress) -> None:
-    """After a failure: waits for all work that was enqueued, as it still uses memory that is about to be freed. This
-    work may fail, too."""
+    """Waits, after an op has failed, for all work that was enqueued: this work still uses memory that will be freed.
+    Errors of this work are ignored."""
     for _, issued in progress.history:
         with suppress(Exception):
             issued.event.wait()

@@ -25,7 +25,8 @@ class GradientGates:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """Subgroups in the order in which their gradients arrived in the last step; None unless all arrived."""
+        """Subgroups in the order in which their gradients arrived in the last step; None if some gradients did not
+        arrive."""
         return self._last_order if len(self._last_order) == len(self._layouts) else None
 
     def begin_plan(self) -> None:
@@ -39,7 +40,8 @@ class GradientGates:
             self._executor.gradient_ready(subgroups)
 
     def stale_copies(self) -> list[int]:
-        """Ids of early GRAD_D2H ops that copied a gradient which has changed since. Only in mode `keep`."""
+        """Ids of the GRAD_D2H ops (copies of gradients to the host) that ran early and whose gradient has changed
+        since. Always empty in mode `release`."""
         return [
             op.id for op in self._executor.done_early()
             if self._runner.copied.get(op.subgroup) != self._gradients.records_of(self._layouts[op.subgroup])

@@ -42,8 +42,9 @@ def stop_at_exit(threads_owner: StopsAtExit) -> None:
 
 @atexit.register
 def stop_all() -> None:
-    """Stops all registered objects, then waits for gloo. `atexit` runs hooks in reverse order: before this one those of
-    attachments, which sign off from the daemon; after it the one of `last_references`."""
+    """Stops all registered objects, then waits for gloo's threads. Called by `atexit`, which runs hooks in reverse
+    order of registration: the hooks of attachments, which sign off from the daemon, run before this one, and the hook
+    of `last_references` runs after it."""
     deadline = time.monotonic() + LONGEST_WAIT_SECONDS
     for threads_owner in tuple(_alive):
         try:
@@ -54,8 +55,9 @@ def stop_all() -> None:
 
 
 def _wait_for_gloo(deadline: float) -> None:
-    """Waits until each gloo thread sleeps, which means that it has no work. Sleeps between two checks, so that a thread
-    that wants the interpreter lock gets it. Takes a few milliseconds; no time without gloo threads."""
+    """Waits until all gloo threads sleep, which means that they have no work, at most until `deadline`. Sleeps between
+    two checks, so that a thread that needs the interpreter lock (GIL) gets it. Takes a few milliseconds; returns at
+    once if there are no gloo threads."""
     asleep = 0
     while asleep < 2 and time.monotonic() < deadline:
         states = _states_of_threads(_GLOO_THREAD)

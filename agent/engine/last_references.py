@@ -21,8 +21,8 @@ _leaked_at_exit: list[object] = []
 
 
 def release_unless_exiting(held: list[Any]) -> None:
-    """Empties `held`, and with it frees the objects in it that have no other reference. Once the process has begun to
-    exit, the objects are kept until its end instead."""
+    """Empties the list `held`, which frees the objects that have no other reference. If the process has begun to exit,
+    the objects are kept until its end instead."""
     with _freeing:
         if _exiting:
             _leaked_at_exit.extend(held)
@@ -40,7 +40,8 @@ os.register_at_fork(after_in_child=_replace_lock_after_fork)
 
 @atexit.register
 def _mark_exit() -> None:
-    """Marks the exit. `atexit` runs this before the interpreter begins to unwind other threads."""
+    """Records that the process exits, after waiting for a thread that is freeing objects. `atexit` calls this before
+    the interpreter begins to unwind other threads."""
     global _exiting
     acquired = _freeing.acquire(timeout=LONGEST_WAIT_SECONDS)
     _exiting = True

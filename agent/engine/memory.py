@@ -25,10 +25,13 @@ ALIGNMENT = 256
 
 
 class StateMemory:
-    """Owns the memory of all subgroups. `residence` and `mirror_valid` (by subgroup) are valid between steps.
+    """Owns the memory of all subgroups. Between steps, `residence` tells where the state of each subgroup is, and
+    `mirror_valid` whether the mirror of its weight in host memory equals the weight.
 
-    `slot_gradients`: slots have room for a spilled gradient behind the room for the state. `store`: the storage paths.
-    `host_slots`: number of staging slots in host memory by path.
+    num_slots: number of staging slots on the device.
+    slot_gradients: whether each of them also has room for a spilled gradient, behind the room for the state.
+    store: the storage paths.
+    host_slots: number of staging slots in host memory by path.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class StateMemory:
         self._state, self._mirror, self._gradient = (HostBuffers(device.host_buffer) for _ in range(3))
         self._resident: dict[int, int] = {}
         self._allocated_ahead: set[int] = set()
-        """Subgroups with memory for a resident on the device that is allocated but was in no plan yet."""
+        """Subgroups for whose state `stage` has allocated device memory that no plan uses yet."""
         self._kept_on_host: set[int] = set()
         """Subgroups whose state is kept in host memory because all paths failed in this step."""
         self.slots: list[int] = []
@@ -59,7 +62,7 @@ class StateMemory:
         self.extend(layouts)
 
     def extend(self, layouts: Sequence[Layout]) -> None:
-        """Appends subgroups, with zeros for state."""
+        """Appends subgroups; their state is zeros."""
         for layout in layouts:
             if self.store is None:
                 self._state.allocate_zeros(layout.id, state_buffer_bytes(layout))
@@ -75,7 +78,10 @@ class StateMemory:
         self.slots.clear()
 
     def place_new_subgroups(self, residences: Sequence[Residence]) -> None:
-        """With paths: gives subgroups that have no state yet their first place, host memory or a path, with zeros."""
+        """With storage paths: gives each subgroup that has no state yet a state of zeros, in host memory or on a path.
+
+        residences: the residence of each subgroup, by id.
+        """
         assert self.store is not None
         for layout in self.layouts:
             s, lives = layout.id, residences[layout.id]
@@ -110,9 +116,14 @@ class StateMemory:
     # ---- memory that placements need
 
     def spilled(self, placed: Sequence[tuple[str, Residence]], room_bytes: int) -> list[bool]:
-        """For each subgroup, whether its gradient is spilled: it must wait on the host because `room_bytes` on the
-        device do not suffice for all gradients. The last subgroups that are staged for an update on the device are
-        spilled first. Gradients of residents always stay on the device, and count."""
+        """Decides for each subgroup whether its gradient is spilled, which means that it waits in host memory because
+        `room_bytes` of device memory do not suffice for all gradients.
+
+        Only gradients of subgroups that are staged for an update on the device are spilled, those of the last subgroups
+        first. Gradients of residents stay on the device and use a part of the room.
+
+        placed: processor and residence of each subgroup.
+        """
         spilled = [False] * len(self.layouts)
         staged: list[int] = []
         for layout, (processor, lives) in zip(self.layouts, placed, strict=True):
@@ -132,6 +143,8 @@ class StateMemory:
 
         Residents that leave the device do so after their last update there: for one step, old and new residents both
         need room.
+
+        placed: processor and residence of each subgroup. more: subgroups to be added.
         """
         layouts = [*self.layouts, *more]
         residents = sum(
@@ -161,8 +174,9 @@ class StateMemory:
         )
 
     def stage(self, placements: Sequence[Placement]) -> None:
-        """Allocates the memory of the next step that needs no change on paths: weight mirrors and gradient buffers for
-        the CPU, slots, residents. Frees residents that were allocated for a plan that is no longer wanted."""
+        """Allocates the memory of the next step, except host buffers for state if the run has storage paths: weight
+        mirrors and gradient buffers for the CPU, slots, residents. Frees residents that were allocated for a plan that
+        is no longer wanted."""
         for s in [s for s in self._allocated_ahead if placements[s].after != "device"]:
             self._allocated_ahead.discard(s)
             self.device.free(self._resident.pop(s))
@@ -183,7 +197,8 @@ class StateMemory:
                 self._state.allocate(s, state_buffer_bytes(layout))
 
     def prepare(self, placements: Sequence[Placement]) -> None:
-        """Allocates all memory of a step (see `stage`, and host state), and reserves space on paths for its state."""
+        """Allocates all memory of a step: the memory that `stage` allocates, and host buffers for state. Reserves space
+        on paths for the state that will be stored there."""
         self.stage(placements)
         self._allocated_ahead.clear()
         for layout, placed in zip(self.layouts, placements, strict=True):
@@ -194,7 +209,8 @@ class StateMemory:
                 self.store.reserve(s, placed.after)
 
     def commit(self, placements: Sequence[Placement]) -> None:
-        """After a step: takes note of where state is, and releases the memory that these placements no longer need."""
+        """To be called after a step: records where the state of each subgroup is, and releases the memory that is no
+        longer needed with these placements."""
         for buffers in self._kinds.values():
             buffers.free_released()  # this step did not reuse them
         for layout, placed in zip(self.layouts, placements, strict=True):
@@ -222,7 +238,8 @@ class StateMemory:
         return self.store.flushed_to(subgroup)
 
     def keep_on_host(self, subgroup: int, place: BufferId) -> bool:
-        """Keeps the state at `place` in host memory because no path accepts it. False when host memory is too small."""
+        """Keeps the state at `place` in host memory because no path accepts it. Returns False if host memory is too
+        small."""
         layout, nbytes = self.layouts[subgroup], state_buffer_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
             if nbytes > host_available_bytes():
@@ -234,8 +251,8 @@ class StateMemory:
         return True
 
     def forget_stored(self) -> None:
-        """Discards all state, which is about to be replaced: state on paths counts as zeros from now on, without being
-        read. State on a retired path has no place until `place_new_subgroups` is called."""
+        """Discards all state, because it will be replaced: state on paths counts as zeros from now on and is not read.
+        State on a retired path has no place until `place_new_subgroups` is called."""
         self._kept_on_host.clear()
         for layout in self.layouts:
             s, lives = layout.id, self.residence[layout.id]
@@ -266,7 +283,8 @@ class StateMemory:
                 raise
 
     def _store_back(self, subgroup: int, changed: bool) -> None:
-        """Ends `_load_to_host`: writes the state back to its residence if it was changed, and drops the host copy."""
+        """Undoes `_load_to_host`: writes the state back to its residence if it was changed, and drops the copy in host
+        memory."""
         layout, lives = self.layouts[subgroup], self.residence[subgroup]
         if lives == "host":
             return
@@ -286,9 +304,11 @@ class StateMemory:
 
     @contextmanager
     def arrays(self, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:
-        """Context manager that gives the state of a subgroup as named fp32 arrays; 16-bit weights have `remainder`
-        (int16) or `master` (fp32), too. changed: writes to the arrays are stored at the end; False if they are only
-        read."""
+        """Context manager that gives the state of a subgroup as named arrays: the moments in fp32 and, for 16-bit
+        weights, `remainder` (int16) or `master` (fp32).
+
+        changed: whether the block may write to the arrays. The state is then written back to its residence at the end.
+        """
         self._load_to_host(subgroup)
         layout = self.layouts[subgroup]
         try:
@@ -297,8 +317,8 @@ class StateMemory:
             self._store_back(subgroup, changed)
 
     def drop_residents(self) -> None:
-        """Frees the residents on the device; their residence is then the host. Their state must be in host memory
-        already, or about to be replaced."""
+        """Frees the memory of residents on the device and sets their residence to host memory. Their state must be in
+        host memory already, or will be replaced."""
         for s, address in self._resident.items():
             self.device.free(address)
             self.residence[s] = "host"
@@ -306,10 +326,11 @@ class StateMemory:
         self._allocated_ahead.clear()
 
     def reset_aux(self, subgroup: int, start: int, weights: torch.Tensor, where_changed: bool = False) -> None:
-        """Resets remainders to 0, or fp32 masters to the weights, for weights that the user has set, from element
-        `start` of the subgroup on.
+        """Sets remainders to 0, or fp32 masters to the weights, for elements whose weights were set by the user.
 
-        where_changed: resets only masters that do not round to their weight; other masters and all remainders stay.
+        start: position of the first of these elements in the subgroup.
+        weights: the present weights of these elements.
+        where_changed: resets only masters that do not round to their weight; all other masters and all remainders stay.
         """
         form = self.layouts[subgroup].format.weight
         if form == WeightFormat.BF16_REMAINDER and (where_changed or self._is_never_written(subgroup)):
@@ -343,7 +364,7 @@ class StateMemory:
         return self._num_host_slots * sum(self._host_slot_sizes())
 
     def check_host(self, cache_bytes: int) -> None:
-        """MemoryBudgetError with figures when host slots and a host cache of `cache_bytes` do not fit in host
+        """Raises MemoryBudgetError, with figures, if host slots and a host cache of `cache_bytes` do not fit in host
         memory."""
         needed = self.host_slot_bytes() + min(cache_bytes, sum(s.numel * s.format.state_bytes for s in self.layouts))
         available = host_available_bytes() + sum(self.host_bytes().values())
@@ -358,7 +379,8 @@ class StateMemory:
     def check_fits(
         self, stride: float | str, static_ratio: float, reserved_bytes: int, more: Sequence[Layout] = ()
     ) -> None:
-        """MemoryBudgetError with figures when slots and residents of these knobs do not fit on the device.
+        """Raises MemoryBudgetError, with figures, if slots and residents do not fit on the device with this stride and
+        this static ratio.
 
         `reserved_bytes`: device memory for weights, gradients and headroom. `more`: subgroups to be added.
         """

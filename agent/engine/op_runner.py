@@ -1,4 +1,4 @@
-"""Carries out the ops of a plan: finds the addresses of an op, and copies or updates there."""
+"""Carries out the ops of a plan: finds the addresses that an op uses, and makes the copy or the update there."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
 
 @dataclass
 class StepInputs:
-    """Inputs of a step's updates in addition to the arrays; complete when `Engine.step()` has returned.
+    """Inputs of the updates of one step, in addition to state, weights and gradients. All fields are set when
+    `Engine.step()` has returned.
 
-    `scalars(group, step, grad_scale)` gives the numbers of an update. `steps[param]` is the number of this update for
-    that parameter, from 1. `clip(total_norm)` gives the factor for all gradients. `skip`: nothing may be updated,
-    regardless of the gradients.
+    scalars: `scalars(group, step, grad_scale)` returns the scalars of an update.
+    steps: the number of this update for each parameter, counted from 1.
+    clip: `clip(total_norm)` returns the factor for all gradients.
+    skip: whether to skip the step even if all gradients are finite.
     """
 
     steps: list[int]
@@ -38,7 +40,7 @@ class StepInputs:
     clip: Callable[[float], float]
     skip: bool = False
     unscale: float = 1.0
-    """Inverse of the loss scale, with which the reported norm is multiplied."""
+    """Inverse of the loss scale. `grad_norm` is the norm of the gradients after multiplication with it."""
     grad_scale: float = 1.0
     grad_norm: float | None = None
     has_grad: list[bool] = field(default_factory=list)
@@ -48,8 +50,8 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SquareSums:
-    """Gradients' sums of squares and non-finite counts, by parameter. `sums` holds a pair for each of `params`, in this
-    order, once `ready` is done."""
+    """Sums of squares and numbers of non-finite elements of gradients. When the event `ready` is done, `sums` has one
+    such pair for each parameter in `params`, in the same order."""
 
     params: tuple[int, ...]
     ready: Event
@@ -69,7 +71,8 @@ class MemoryRunner:
         norm: GradientNorm,
         pool: ThreadPool,
     ) -> None:
-        """`weights`: this rank's shards, the list of the engine, which appends to it."""
+        """`weights`: this rank's shards of all parameters. This is the list of the engine, to which the engine appends
+        shards of added parameters."""
         self._device = device
         self._memory = memory
         self._gradients = gradients
@@ -83,19 +86,20 @@ class MemoryRunner:
         self.inputs: StepInputs | None = None
 
     def begin(self) -> None:
-        """Forgets the copies and sums of the last plan."""
+        """Prepares for a new plan: deletes the records of copies and the sums of squares of the last plan."""
         self.copied.clear()
         self.squares.clear()
 
     def wait(self, lane: str, event: Event) -> None:
-        """Makes a lane wait for an event: a stream waits on the device, a host lane in this thread."""
+        """Makes a lane wait for an event. For a lane of the device, its stream waits; for another lane, the calling
+        thread waits."""
         if lane in DEVICE_LANES:
             self._device.wait(lane, event)
         else:
             event.wait()
 
     def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
-        """Issues an op on its lane; StepSkipped if it is NORM and the step must be skipped."""
+        """Issues an op on its lane. Raises StepSkipped if the op is NORM and the step must be skipped."""
         match op.kind:
             case OpKind.NORM:
                 return self._norm()
@@ -179,7 +183,8 @@ class MemoryRunner:
     # ---- compute
 
     def _grad_norm(self, op: Op, layout: Layout) -> IssuedOp:
-        """Sums squares over whole parameters: each parameter counts for the subgroup that it begins in."""
+        """Computes the sums of squares of the gradients of all parameters that begin in this subgroup, each over the
+        whole parameter. So each parameter is counted once."""
         taken = self._gradients.records_of(layout)
         begun_here = [
             (s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0
@@ -271,7 +276,8 @@ class MemoryRunner:
         )
 
     def _contiguous_runs(self, layout: Layout) -> Iterator[tuple[int, int, Scalars]]:
-        """Contiguous runs of elements with a gradient and the same scalars: (first, numel, scalars)."""
+        """Divides the elements of a subgroup that have a gradient into contiguous runs with the same scalars, as tuples
+        (first, numel, scalars)."""
         open_run: tuple[int, int, Scalars] | None = None
         for segment in layout.segments:
             if not self._has_grad(segment):
@@ -288,8 +294,8 @@ class MemoryRunner:
             yield open_run
 
     def _pieces_by_tail(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
-        """The segment, divided where the tail of its parameter begins (see `shards.tail_of`): (offset in the segment,
-        numel, scalars)."""
+        """Divides a segment where the tail of its parameter begins (see `shards.tail_of`), as tuples (offset in the
+        segment, numel, scalars)."""
         inputs, weight = self._step_inputs(), self._weights[segment.param]
         values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
         tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)

@@ -15,8 +15,8 @@ from types import TracebackType
 from tidegate.timeline.timeline import Phase, PhaseSpan
 
 SHORT_SECONDS = 1e-3
-"""A phase `other` that is shorter gets no memory peak of its own. Reading the peak from the device costs more than
-everything else at a boundary of phases; the little memory that is allocated in so short a time counts for the next
+"""Minimum duration of a phase `other`, in seconds, for which the peak of device memory is read. Reading the peak takes
+longer than everything else at a phase boundary. Memory that is allocated in a shorter phase counts for the next
 phase."""
 
 
@@ -39,7 +39,8 @@ class StepPhases:
     first_gradient: float | None = None
     """When the first gradient of the step's last backward pass arrived, on the host's monotonic clock."""
     single_node_share: float = 0.0
-    """Largest share of the parameters' elements whose gradients come from a single node of that backward's graph."""
+    """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, in that
+    backward pass (see `gradient_arrival.handed_together`)."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:
@@ -55,12 +56,13 @@ class StepPhases:
 
 
 class PhaseRecorder:
-    """Records phases for hooks of one training thread; `current` may be read from any thread."""
+    """Records the phases of one training thread, whose hooks call it. `current` may be read from any thread."""
 
     def __init__(self, take_peak_bytes: Callable[[], int]) -> None:
         self.current: Phase = "other"
         self.take_peak_bytes = take_peak_bytes
-        """Returns the peak of the device memory since the last call, in bytes, for the optimizer's present device."""
+        """Function that returns the highest use of device memory since its last call, in bytes, on the optimizer's
+        present device."""
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._first_gradient: float | None = None
@@ -75,9 +77,12 @@ class PhaseRecorder:
             self.current = phase
 
     def began_at(self, moment: float | None, before: Phase) -> None:
-        """Moves the beginning of the current phase to `moment`; the time before is of phase `before`, and does not
-        count as blocked by the engine. For a device that lags behind the host, and enters the phase later. Does nothing
-        for None, or when the beginning would move by less than `SHORT_SECONDS`."""
+        """Moves the beginning of the current phase to `moment` (seconds on the monotonic clock). The time before it
+        counts for the phase `before`, and not as time in which the engine blocks the training thread.
+
+        Used when the device lags behind the host and so reaches the current phase later. Does nothing if `moment` is
+        None, or if the beginning would move by less than `SHORT_SECONDS`.
+        """
         if moment is not None and moment - self._since > SHORT_SECONDS:
             self.blocked(self._since - moment)
             self._spans.append(PhaseSpan(before, self._since, moment))
@@ -85,7 +90,7 @@ class PhaseRecorder:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Context manager: `phase` inside the block, the phase from before after it."""
+        """Context manager: enters `phase` at the beginning of its block, and the previous phase again at the end."""
         before = self.current
         self.enter(phase)
         try:
@@ -98,17 +103,17 @@ class PhaseRecorder:
         return _ExposedTime(self)
 
     def blocked(self, seconds: float) -> None:
-        """Counts so many seconds as blocked by the engine, in the current phase."""
+        """Counts `seconds` as time in which the engine blocks the training thread, in the current phase."""
         self._exposed[self.current] += seconds
 
     def gradient_arrived(self, moment: float) -> None:
-        """Takes note that a gradient arrived at `moment`, in the current phase; only the first one of a phase is
-        kept."""
+        """Records that a gradient arrived at `moment` in the current phase. Only the first gradient of a phase is
+        recorded."""
         if self._first_gradient is None or self._first_gradient < self._since:
             self._first_gradient = moment
 
     def end_step(self) -> StepPhases:
-        """Ends the step now, and returns what was recorded since the end of the last step."""
+        """Ends the current step now. Returns its phases: all that was recorded since the end of the last step."""
         self._close()
         done = StepPhases(
             tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
@@ -118,8 +123,8 @@ class PhaseRecorder:
         return done
 
     def so_far(self) -> tuple[PhaseSpan, ...]:
-        """The phases since the end of the last step, the current phase up to now. From any thread: no two phases
-        overlap, but the current one may begin a moment too late."""
+        """The phases since the end of the last step, including the current phase up to now. May be called from any
+        thread: no two phases overlap, but the recorded beginning of the current phase may be a moment too late."""
         spans = tuple(self._spans)
         # At a boundary, `_close` appends the span before it sets `_since`.
         since = max(self._since, spans[-1].end) if spans else self._since

@@ -13,7 +13,8 @@ from tidegate.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class IssuedOp:
-    """An op that was issued to its lane: its end, the bytes that it moved and the elements that it updated or read."""
+    """Result of issuing an op: the event at its end, the bytes that it moves, and the number of elements that it
+    updates or reads."""
 
     event: Event
     nbytes: int
@@ -22,8 +23,8 @@ class IssuedOp:
 
 @dataclass(slots=True, eq=False)
 class RunningOp:
-    """An op in progress. `since`: when it began or, if later, when the op before it in its lane ended (clock seconds).
-    `begun`: its work is queued, and the next op of the lane may begin."""
+    """An op in progress. `since`: time at which it began or, if later, at which the op before it in its lane ended
+    (seconds of the clock). `begun`: whether all its work is queued, so that the next op of the lane may begin."""
 
     op: Op
     since: float
@@ -39,7 +40,7 @@ class PlanProgress:
     issued: dict[int, IssuedOp] = field(default_factory=dict)
     history: list[tuple[Op, IssuedOp]] = field(default_factory=list)
     running: dict[str, deque[RunningOp]] = field(default_factory=dict)
-    """Ops in progress by lane, first to last; lanes without any are left out."""
+    """Ops in progress by lane, the oldest first. A lane without ops in progress has no entry."""
     gradients: set[int] = field(default_factory=set)
     """Subgroups whose gate `gradient` is open."""
     stepping: bool = False
@@ -47,12 +48,12 @@ class PlanProgress:
     recopying: set[int] = field(default_factory=set)
     """Subgroups whose gradient must be copied again before they are updated."""
     recopied: dict[int, Event] = field(default_factory=dict)
-    """Ends of the repeated gradient copies, by subgroup."""
+    """Events at the end of the repeated gradient copies, by subgroup."""
     skipped: bool = False
     error: BaseException | None = None
 
     def gate_open(self, op: Op) -> bool:
-        """Whether the gate of this op is open."""
+        """Whether this op has no gate, or its gate is open."""
         match op.gate:
             case "gradient":
                 return self.stepping or op.subgroup in self.gradients

@@ -15,8 +15,8 @@ SPEED_CHANGE_FACTOR: Final = 1.25
 class StepDelay:
     """Lower estimate of the time from the start of a plan to `step()`.
 
-    A new value is the last measured time, rounded down to a power of two. It stays while the measured times are from
-    one time to four times the value, because each new value needs a new plan.
+    The estimate is a measured time, rounded down to a power of two. It is kept while measured times are between one
+    time and four times the estimate, because each new estimate needs a new plan.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,14 @@ class StepDelay:
         """Estimated seconds from the start of a plan to `step()`; 0 before the first step."""
 
     def observe(self, seconds: float) -> None:
-        """Takes note that `step()` came so many seconds after the start of its plan."""
+        """Updates the estimate: `step()` was called `seconds` after the start of its plan."""
         if not self.step_at <= seconds < 4 * self.step_at:
             self.step_at = rounded_step_delay(seconds)
 
 
 class StablePathSpeeds:
-    """Speeds of paths that follow only clear changes of the live speeds (`SPEED_CHANGE_FACTOR`).
+    """Speeds of paths for the planner. A speed is replaced by the live speed only when the live speed differs clearly
+    (see `SPEED_CHANGE_FACTOR`).
 
     Live speeds change a little with each step, and each new value needs a new plan.
     """
@@ -39,7 +40,8 @@ class StablePathSpeeds:
         self.speeds: dict[str, PathSpeeds] = {}
 
     def observe(self, live: Mapping[str, PathSpeeds]) -> None:
-        """Takes note of the live speeds by path. Plans use only `PathSpeeds.seconds_per_byte`."""
+        """Updates the speeds from the live speeds by path. Only `PathSpeeds.seconds_per_byte` is compared, because
+        plans use nothing else."""
         for path, now in live.items():
             known = self.speeds.get(path)
             if (

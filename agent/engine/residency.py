@@ -20,8 +20,9 @@ from tidegate.timeline.timeline import Span
 from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
 
 EQ1_SLACK: Final = 0.05
-"""A path may have so many subgroups more or fewer than Eq. 1 gives now (share of all subgroups in storage), because
-measured speeds fluctuate."""
+"""Tolerance for the number of subgroups on a path with the tier split `eq1`, as a share of all subgroups in storage
+(but at least one subgroup). Measured speeds fluctuate: no subgroup is moved while the number on each path differs from
+the result of Eq. 1 by no more than this."""
 
 
 class Residences:
@@ -62,7 +63,8 @@ class Residences:
         return residences, order
 
     def check(self, subgroups: Sequence[Subgroup], effective: EffectiveKnobs) -> None:
-        """MemoryBudgetError, KnobError or CapacityError with figures when these knobs cannot be applied here."""
+        """Raises MemoryBudgetError, KnobError or CapacityError, with figures, if these knobs cannot be applied in this
+        run."""
         known = list(self._store.paths)
         for name, weight in _explicit_weights(effective.tier_split):
             if name not in known:
@@ -82,16 +84,17 @@ class Residences:
         divide(count, self._usable(effective.tier_split), self._estimator.rates, capacity=capacity)
 
     def _usable(self, split: Split) -> Split:
-        """The split; None (measured speeds decide) if all paths that it gives a weight are retired."""
+        """Returns `split`, or None (measured speeds decide) if all paths to which it gives a weight are retired."""
         named = [name for name, weight in _explicit_weights(split) if weight]
         return None if named and all(name in self._store.retired for name in named) else split
 
     def _host_overflow(
         self, subgroups: Sequence[Subgroup], stored: Sequence[int], capacity: SubgroupCounts
     ) -> set[int]:
-        """Subgroups in `stored` that stay in host memory because the paths are too small after one of them was retired.
+        """Subgroups in `stored` that must stay in host memory, because a path was retired and the other paths are too
+        small.
 
-        Empty when they do not fit in host memory either: `divide` then raises CapacityError.
+        Empty if they do not fit in host memory either: `divide` then raises CapacityError.
         """
         if not self._store.retired:
             return set()
@@ -115,7 +118,7 @@ class Residences:
 
     @property
     def capacity(self) -> SubgroupCounts:
-        """How many subgroups each path can hold, with those that it holds already; 0 for a retired path."""
+        """Number of subgroups that each path can hold, including those that it holds already; 0 for a retired path."""
         return self._store.capacity(self._assigned)
 
     @property
@@ -124,8 +127,8 @@ class Residences:
         return dict(self._counts)
 
     def observe(self, spans: Sequence[Span], residences: Sequence[Residence]) -> None:
-        """Takes note of a finished step: the speeds that its fetches and flushes show, and where state really is
-        now."""
+        """Records a finished step: estimates the speeds of paths from its fetches and flushes, and stores the actual
+        residence of each subgroup."""
         self._steps += 1
         self._in_memory = {i for i, lives in enumerate(residences) if lives == "host"}
         # A new dictionary instead of a change of the old one, which `check` may be reading in another thread.
@@ -135,11 +138,11 @@ class Residences:
 
 
 def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
-    """Bytes and busy seconds of each path, for reads and writes: of the second half of a step's fetches and flushes,
-    and of the whole step.
+    """Bytes and busy seconds of reads and writes on each path: in the second half of a step's fetches and flushes, and
+    in the whole step.
 
-    The first half would show too high a speed: a throttled path, or a path with a cache, serves the first bytes after a
-    pause at once, and fetches before the step have no writes beside them.
+    The first half alone would show too high a speed: a throttled path, or a path with a cache, serves the first bytes
+    after a pause at once, and fetches before `step()` do not compete with writes.
     """
     by_lane: defaultdict[tuple[str, OpKind], list[Span]] = defaultdict(list)
     for span in spans:
@@ -169,12 +172,12 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
 
 
 def _second_half(spans: Sequence[Span]) -> list[Span]:
-    """The later half of the spans, by start; of an odd number, the middle one included."""
+    """The later half of the spans, by start time. If their number is odd, the span in the middle is included."""
     return sorted(spans, key=lambda span: span.start)[len(spans) // 2 :]
 
 
 def _explicit_weights(split: Split) -> tuple[tuple[str, float], ...]:
-    """Path and weight of each path that the user's weights name; empty for other splits."""
+    """The paths that the user's weights name, each with its weight; empty if the split is not given by weights."""
     return split if isinstance(split, tuple) else ()
 
 

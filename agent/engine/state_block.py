@@ -10,7 +10,7 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import WeightFormat
 
 PAGE_BYTES = 4096
-"""Host buffers that are copied to and from storage paths are multiples of this size."""
+"""The size of each host buffer that is copied to and from storage paths is a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)

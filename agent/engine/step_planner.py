@@ -40,8 +40,8 @@ class StepPlanner:
         self._memory, self._residences, self._shards = memory, residences, shards
         self._settings, self._host_slots = settings, host_slots
         self._plans: dict[Hashable, Plan] = {}
-        """Cache of plans by the inputs of the planner, except for the order of gradients: a plan keeps the order that
-        was expected when it was made."""
+        """Cache of plans. The key consists of the inputs of the planner, except for the expected order of gradients: a
+        cached plan keeps the order that was expected when the plan was made."""
         self._step_delay = StepDelay()
         self._path_speeds = StablePathSpeeds()
 
@@ -52,12 +52,12 @@ class StepPlanner:
 
     @property
     def step_at(self) -> float:
-        """Seconds from the start of a plan after which the plan expects `step()`."""
+        """Estimated seconds from the start of a plan to the call of `step()`. The planner uses this value."""
         return self._step_delay.step_at
 
     @property
     def path_speeds(self) -> Mapping[str, PathSpeeds] | None:
-        """Speeds of the paths, by which the planner orders ops on paths; None without paths."""
+        """Speeds of the paths, with which the planner orders the ops on paths; None if the run has no paths."""
         store = self._memory.store
         return None if store is None else dict(self._path_speeds.speeds or store.speeds)
 
@@ -67,7 +67,8 @@ class StepPlanner:
             self._step_delay.observe(seconds)
 
     def place_new_subgroups(self, effective: EffectiveKnobs) -> None:
-        """Places subgroups that were never updated as the knobs want it."""
+        """With storage paths: places subgroups that have no state yet in host memory or on a path, according to the
+        knobs."""
         if self._residences is not None:
             placed = self._place(effective)
             residences = self._residences
@@ -108,8 +109,11 @@ class StepPlanner:
         return plans[0], room_bytes
 
     def check(self, effective: EffectiveKnobs, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
-        """Checks that these knobs, with `more` subgroups, work here: MemoryBudgetError, KnobError or CapacityError with
-        figures if the device, host memory or the paths cannot hold the state."""
+        """Checks that device, host memory and paths can hold the state with these knobs and with `more` additional
+        subgroups. Raises MemoryBudgetError, KnobError or CapacityError, with figures, if not.
+
+        headroom_bytes: device memory that the state must leave free.
+        """
         subgroups = [*self.subgroups, *(layout.subgroup() for layout in more)]
         weights = sum(s.nbytes("weight") for s in subgroups)
         if self._settings.gradients == "keep":
@@ -143,8 +147,8 @@ class StepPlanner:
         return replace(placed, mirror_valid=False, grad_in_slot=in_slot)
 
     def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
-        """Bytes that gradients may take on the device until they are used: in mode `keep` all of them, as they belong
-        to the framework."""
+        """Bytes of device memory for gradients that are not used yet. In mode `keep` this is the size of all gradients,
+        because the framework owns their memory."""
         if self._settings.gradients == "keep":
             return sum(s.nbytes("gradient") for s in self.subgroups)
         weights = sum(s.nbytes("weight") for s in self.subgroups)
@@ -153,10 +157,10 @@ class StepPlanner:
         return min(room, self._settings.gradient_memory_bytes or room)
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
-        """Calls `attempt`, which places subgroups, again while a path turns out to be full or unusable: the store then
-        gives this path less, and `attempt` divides the subgroups again.
+        """Calls `attempt`, which places subgroups, and repeats it when a path is found to be full or unusable. The
+        store then accepts fewer subgroups for this path, so that the next attempt divides the subgroups in another way.
 
-        CapacityError when the paths are too small, or the error of the last path.
+        Raises CapacityError if the paths are too small, or the error of the last path.
         """
         for _ in range(2 * len(self._host_slots)):  # each path may first be full, then fail
             with suppress(PathFull, PathUnusable):

@@ -19,10 +19,10 @@ class StepResult:
     grad_norm: float | None
     effective: EffectiveKnobs
     stepped: tuple[int, ...]
-    """Parameters that were updated."""
+    """Numbers of the parameters that were updated."""
     num_dropped: int = 0
-    """Number of spans, the first ones, that belong to plans which were dropped before `step()`: the op ids of these
-    spans are not ids of `plan`."""
+    """Number of spans that belong to plans which were dropped before `step()`. They are the first ones in `spans`;
+    their op ids are ids of the dropped plans, not of `plan`."""
     bad_params: tuple[int, ...] = ()
     """If the step was skipped: parameters whose gradients are not finite on this rank."""
     scaled: bool = False

@@ -1,5 +1,5 @@
-"""Detects edits of the weights by the user or another library. The edited weights count: stored state adapts to
-them."""
+"""Detects edits of the weights by the user or another library. Edited weights take precedence: the stored state is
+adapted to them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ WeightForm = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class WeightEdits:
-    """Detects edits by address and version of each weight, and by samples of its elements for edits through `.data`.
+    """Detects edited weights: by address and version of each weight and, because an edit through `.data` changes
+    neither, by samples of its elements.
 
-    `params`: the list of the engine, which appends parameters to it.
+    `params`: this rank's shards of all parameters. This is the list of the engine, to which the engine appends.
     """
 
     def __init__(self, device: Device, memory: StateMemory, params: Sequence[torch.Tensor]) -> None:
@@ -34,7 +35,7 @@ class WeightEdits:
         self.extend(memory.layouts)
 
     def extend(self, layouts: Sequence[Layout]) -> None:
-        """Includes the parameters that were added with these subgroups."""
+        """Starts to check the parameters that were appended to `params`. `layouts`: their subgroups."""
         self._places += [param.device for param in self._params[len(self._forms) :]]
         self._forms += [_form(param) for param in self._params[len(self._forms) :]]
         for layout in layouts:
@@ -42,24 +43,25 @@ class WeightEdits:
         self._take_reference()
 
     def update_began(self) -> None:
-        """To be called when an update begins: the new versions of the weights are not edits."""
+        """Records the present addresses and versions of the weights, so that the update does not count as an edit. To
+        be called when an update begins."""
         self._stamps = [self._stamp(i) for i in range(len(self._params))]
 
     def update_ended(self) -> None:
-        """To be called when an update is done: later edits are found by comparison with the present weights."""
+        """Saves samples of the updated weights, to detect later edits. To be called when an update is done."""
         self._samples.save_reference()
 
     def edited(self, by_data: bool = True) -> set[int]:
-        """Numbers of the parameters that were changed since the last update, and not by an update.
+        """Numbers of the parameters that were edited since the last update.
 
-        by_data: finds changes through `.data`, too, which on a GPU waits for the work that the framework has enqueued.
+        by_data: also finds edits through `.data`. On a GPU this waits for the work that the framework has enqueued.
         """
         stamped = {i for i, before in enumerate(self._stamps) if before != self._stamp(i)}
         return stamped | self._samples.changed() if by_data else stamped
 
     def unchanged(self) -> set[int]:
-        """Numbers of the parameters that hold the same bits as after the last update, also where the memory is another.
-        A parameter of another dtype is not among them."""
+        """Numbers of the parameters that hold the same bits as after the last update, as far as versions and samples
+        show it, even if they are in other memory. Parameters with another dtype, shape or strides are not included."""
         same = self._samples.unchanged_in(dict(enumerate(self._params)))
         return {
             i for i in same
@@ -67,16 +69,16 @@ class WeightEdits:
         }  # fmt: skip
 
     def adapt_to_edits(self, by_data: bool = True, reading: bool = False) -> None:
-        """Adapts the stored state to edited weights: marks their mirrors for a new copy and resets their remainders to
-        0 (and their fp32 masters to the weight). A weight that holds the same bits in other memory was moved, not
-        edited: only its mirror is copied again.
+        """Adapts the stored state to edited weights: marks their mirrors for a new copy, and sets their remainders to 0
+        or their fp32 masters to the weight. A weight that holds the same bits in other memory was moved, not edited:
+        only its mirror is copied again.
 
         by_data: as in `edited`.
-        reading: the state will only be read, and no update follows: the state of weights with another dtype is left
-            unchanged.
+        reading: True if the state will only be read, without an update. The state of weights with another dtype is then
+            left unchanged.
 
-        ParameterError when a weight has another dtype, shape or memory format than before: its state is in another
-        order.
+        Raises ParameterError if a weight has another dtype, shape or memory format than before, because its state is in
+        another order.
         """
         edited = self.edited(by_data)
         if reading:
@@ -119,10 +121,11 @@ class WeightEdits:
         self._samples.set_tensors(dict(enumerate(self._params)))
 
     def _reset_aux(self, layout: Layout, only: set[int] | None = None, moved: Collection[int] = ()) -> None:
-        """Resets remainders or fp32 masters of the weights in a subgroup (of the parameters in `only`, if given).
+        """Resets remainders or fp32 masters of the weights in a subgroup: of all parameters, or only of the parameters
+        in `only`.
 
-        `moved`: parameters whose samples are unchanged. Samples do not show an edit of another element: each master
-        that does not round to its weight is reset, too.
+        `moved`: parameters whose samples are unchanged. Elements that are not sampled may have changed, so each of
+        their masters that does not round to its weight is reset; the others stay.
         """
         if not layout.format.aux_bytes:
             return

@@ -26,27 +26,32 @@ from tidegate.plan.ops import D2H, H2D
 Accumulation = Literal["device", "host", "host_fp32"]
 
 CHUNK_BYTES: Final = 32 << 20
-"""Size of the host buffer through which gradients are added to sums, in addition to the sums themselves."""
+"""Bytes of the host buffer into which parts of a gradient are copied before they are added to the sum. This memory is
+needed in addition to the sums."""
 MAX_WAITING: Final = 4
 """Number of gradients that may wait on the device to be copied; with more, the backward waits for the oldest one."""
 
 
 class HostSums:
-    """Sums of gradients by parameter, in the order of the weight's storage. `fp32`: sums of 16-bit gradients are
-    fp32."""
+    """Sums of gradients in host memory, by parameter number. The elements of a sum have the order of the weight's
+    storage.
+
+    pool: threads that add. fp32: whether sums of 16-bit gradients are kept in fp32.
+    """
 
     def __init__(self, device: Device, pool: ThreadPool, fp32: bool) -> None:
         self._device, self._pool, self._fp32 = device, pool, fp32
         self._sums: dict[int, torch.Tensor] = {}
-        """Host buffers by parameter, kept from step to step because pinning takes long."""
+        """Host buffers of the sums, by parameter. They are kept from step to step because pinning takes long."""
         self._last: dict[int, Future[None]] = {}
-        """The last addition for each parameter that has a sum in this step."""
+        """The last addition (finished or not) for each parameter that has a sum in this step."""
         self._returning: dict[int, Event] = {}
-        """By parameter: the event after which the device has read its buffer."""
+        """By parameter: the event at the end of the last copy of its sum to the device. Until then the buffer must not
+        be changed."""
         self._staging: torch.Tensor | None = None
         self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()
-        """Gradients of several devices are added from several threads."""
+        """Guards the additions: gradients of several devices are added from several threads."""
         self._thread = ThreadPoolExecutor(1, "tidegate-accumulate")
 
     @property
@@ -59,17 +64,19 @@ class HostSums:
         return list(self._last)
 
     def allocate(self, param: int, weight: torch.Tensor) -> None:
-        """Allocates the buffer of this parameter's sum ahead of the backward, because pinning takes long. Between
-        steps."""
+        """Allocates the buffer of this parameter's sum before the backward, because pinning takes long. May be called
+        only between steps."""
         if weight.numel():
             self._buffer(param, weight.numel(), self._dtype(grad_dtype_of(weight)))
             self._chunk()
 
     def add(self, param: int, dense: torch.Tensor) -> None:
-        """Starts the addition of a gradient in the order of the weight's storage, after the device work that the
-        calling thread has enqueued.
+        """Starts the addition of a gradient to the sum of its parameter. The gradient is read after the device work
+        that the calling thread has enqueued so far, and is kept until it was copied.
 
-        Keeps the gradient until it was copied. Raises the error of an earlier addition, such as MemoryBudgetError.
+        dense: the gradient, with its elements in the order of the weight's storage.
+
+        Raises the error of an earlier addition, such as MemoryBudgetError.
         """
         self._device.adopt(dense)
         ready = self._device.now()
@@ -103,7 +110,7 @@ class HostSums:
         return total
 
     def discard(self) -> None:
-        """Drops all sums, after the additions that are running."""
+        """Waits for the additions that are running, and drops all sums."""
         with self._lock:
             pending, self._last = list(self._last.values()), {}
             self._waiting.clear()
@@ -141,8 +148,8 @@ class HostSums:
     # ---- the thread
 
     def _add(self, param: int, dense: torch.Tensor, ready: Event, before: Future[None] | None) -> None:
-        """Adds a gradient to the sum, after the addition `before`. Fails if that one failed: an incomplete sum must
-        never be used."""
+        """Adds a gradient to its sum, when the event `ready` and the earlier addition `before` are done. Raises the
+        error of `before` if it has failed, because an incomplete sum must not be used."""
         if before is not None:
             before.result()
         first = before is None
@@ -183,7 +190,7 @@ def host_bytes(params: Sequence[torch.Tensor], accumulation: Accumulation) -> in
 
 
 def check_fits(params: Sequence[torch.Tensor], accumulation: Accumulation) -> None:
-    """MemoryBudgetError with figures when the sums do not fit in host memory."""
+    """Raises MemoryBudgetError, with figures, if the sums do not fit in host memory."""
     needed, available = host_bytes(params, accumulation), host_available_bytes()
     if needed > available:
         raise MemoryBudgetError(

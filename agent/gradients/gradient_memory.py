@@ -15,7 +15,8 @@ from tidegate.agent.devices.base import Event
 
 
 class GradientMemory:
-    """Counts the bytes of gradients that have arrived and are not known to be read. Thread-safe: lanes use it, too."""
+    """Counts the bytes of gradients that have arrived, until their reads are known to be done. Thread-safe: lanes use
+    it, too."""
 
     def __init__(self) -> None:
         self._room_bytes = 0
@@ -26,7 +27,8 @@ class GradientMemory:
         self._reads_left: list[int] = []
         """Number of reads that are not known to be done, by parameter."""
         self._issued: deque[tuple[Event, Sequence[int]]] = deque()
-        """Issued reads (their ends) with the parameters that they read, the oldest first."""
+        """Issued reads, the oldest first: the event at the end of each read, and the parameters whose gradients it
+        reads."""
         self._lock = threading.Lock()
 
     def expect(self, reads: Sequence[int], room_bytes: int) -> None:
@@ -44,20 +46,22 @@ class GradientMemory:
             self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def read(self, params: Sequence[int], done: Event) -> None:
-        """Takes note of an issued op that reads the gradients of these parameters; `done` is its end."""
+        """Records that an op which reads the gradients of these parameters was issued. `done`: event at the end of the
+        op."""
         with self._lock:
             self._issued.append((done, params))
 
     @property
     def full(self) -> bool:
-        """Whether one more gradient, as large as the largest one so far, would not fit. At most half of the room is
-        kept free for it: with more, reads and backward would never overlap."""
+        """Whether one more gradient, as large as the largest one so far, would not fit. For this gradient at most half
+        of the room is kept free; otherwise reads and backward would never overlap."""
         return (
             bool(self._bytes) and self._held_bytes + min(self._largest_bytes, self._room_bytes // 2) > self._room_bytes
         )
 
     def wait_for_oldest(self) -> bool:
-        """Waits for the oldest issued read; False when there is none."""
+        """Waits for the end of the oldest issued read, and stops counting the gradients that need no other read.
+        Returns False if there is no issued read."""
         with self._lock:
             if not self._issued:
                 return False
@@ -71,7 +75,7 @@ class GradientMemory:
         return True
 
     def forget(self) -> None:
-        """Resets all counts: the gradients were used or dropped."""
+        """Resets all counts, because the gradients were used or dropped."""
         with self._lock:
             self._forget()
 

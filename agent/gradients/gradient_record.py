@@ -17,15 +17,16 @@ through `.data` or NumPy."""
 
 @dataclass(eq=False, slots=True)
 class GradientRecord:
-    """A gradient at the time when it was recorded. While this object exists, its memory is not used for another
-    gradient.
+    """A gradient as it was when it was recorded. While this object exists, the memory of the gradient is not used for
+    another one.
 
-    tensor: the gradient. identity: the identity of `tensor`; None where changes could not be detected.
-    dense: the same numbers in the order of the weight's storage, usually in the same memory. An alias, because `tensor`
-    can get other memory by `.data = …` or `set_`.
+    tensor: the gradient.
+    identity: the identity of `tensor`; None if changes of it cannot be detected.
+    dense: the same numbers in the order of the weight's storage, usually in the same memory. This is another tensor
+        object, because `tensor` can get other memory by `.data = …` or `set_`.
     ready: the event after which the numbers are valid.
-    view, sample: the sampled elements in the gradient's memory, and a copy of their bits, where copies to the host are
-    speculative.
+    view, sample: the sampled elements in the gradient's memory, and a copy of their bits. None unless the gradient may
+        be copied to the host before `step()` and change afterwards.
     """
 
     tensor: torch.Tensor
@@ -47,7 +48,7 @@ def identity_of(grad: torch.Tensor) -> TensorIdentity:
 
 
 def check_gradient(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    """ParameterError when `grad` cannot be a gradient of `weight`, the parameter with number `index`."""
+    """Raises ParameterError if `grad` cannot be a gradient of `weight`, the parameter with number `index`."""
     if grad.layout != torch.strided:
         raise ParameterError(
             f"Parameter {index} has a {grad.layout} gradient; only dense gradients are supported. "
@@ -79,5 +80,6 @@ def as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def private_alias(dense: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`dense` as a tensor object that is not `grad`, so that other code cannot give it other memory."""
+    """Returns `dense`, or an alias of it if `dense` is the object `grad` itself. Code that gives other memory to `grad`
+    then does not change the result."""
     return dense.detach() if dense is grad else dense

@@ -45,8 +45,8 @@ GradientsRead = tuple[GradientRecord | None, ...]
 
 @dataclass
 class _ArrivalCount:
-    """How often autograd accumulated a parameter's gradient in this step (`count`) and in the last step
-    (`expected`)."""
+    """Number of times that autograd accumulated the gradient of a parameter: `count` in this step, `expected` in the
+    last step."""
 
     count: int = 0
     expected: int = 1
@@ -55,7 +55,7 @@ class _ArrivalCount:
 class Gradients:
     """The gradients of one optimizer: see the module's docstring.
 
-    speculative: in mode `keep`, gradients may be copied before `step()`.
+    speculative: whether gradients may be copied before `step()` in mode `keep`.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Gradients:
         speculative: bool = True,
         sums: HostSums | None = None,
     ) -> None:
-        """`sums`: sums for the gradients of backward passes before the last one of a step; None leaves them in
-        `.grad`."""
+        """`sums`: sums in host memory for the gradients of backward passes before the last one of a step; None leaves
+        these gradients in `.grad`."""
         self.mode = mode
         self.sums = sums
         self.accumulating = False
@@ -94,7 +94,8 @@ class Gradients:
         self.extend(params, layouts)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
-        """Appends parameters. Frozen parameters get the memory of a sum on first use."""
+        """Appends parameters and their subgroups. Memory for sums is allocated now, except that of frozen parameters,
+        which is allocated at their first gradient."""
         if self.sums is not None:
             for index, param in enumerate(params, start=len(self._params)):
                 if param.requires_grad:
@@ -113,7 +114,7 @@ class Gradients:
     # ---- arrival
 
     def watch(self, on_gradient: Callable[[int], None]) -> None:
-        """Calls the method `on_gradient(param)` whenever autograd has accumulated into a parameter.
+        """Sets the method that is called with the number of a parameter whenever autograd has accumulated its gradient.
 
         Keeps only a weak reference to the method's object, so that a model does not keep its optimizer alive.
         """
@@ -128,7 +129,8 @@ class Gradients:
         self.watch_unfrozen()
 
     def watch_unfrozen(self) -> None:
-        """Registers hooks on the parameters that require gradients and have no hook yet, such as unfrozen ones."""
+        """Registers hooks on the parameters that require gradients and have no hook yet, for example because they were
+        frozen before."""
         on_gradient = self._on_gradient
         if on_gradient is None:
             return
@@ -138,8 +140,8 @@ class Gradients:
                 self._hooks[index] = hook
 
     def accumulated(self, param: int) -> tuple[int, ...]:
-        """Records one accumulation. Returns the ids of the subgroups whose gradients are complete now, judged by the
-        number of accumulations in the last step."""
+        """Records that autograd has accumulated the gradient of a parameter. Returns the ids of the subgroups whose
+        gradients are complete now, which means that each arrived as often as in the last step."""
         if self.accumulating and self.mode == "release":
             return ()
         self._check_not_released(param)
@@ -185,7 +187,8 @@ class Gradients:
             )
 
     def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:
-        """As `accumulated`, for a gradient that a collective has made final and that is not in `.grad` yet."""
+        """As `accumulated`, but for a gradient that a collective has reduced over the ranks and has not written to
+        `.grad` yet."""
         dense = as_stored(self._params[param], grad)
         self._device.adopt(dense)
         self._current[param] = GradientRecord(grad, None, private_alias(dense, grad), self._device.now())
@@ -195,7 +198,8 @@ class Gradients:
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def reduced_are_written(self) -> None:
-        """To be called when the gradients of `reduced` are in `.grad`: changes of `.grad` are detected from now on."""
+        """To be called when the gradients that were given to `reduced` are in `.grad`. Later changes of `.grad` are
+        then detected."""
         with self._lock:
             params, self._reduced = self._reduced, []
         for param in params:
@@ -206,12 +210,12 @@ class Gradients:
                 arrived.tensor, arrived.identity = grad, identity_of(grad)
 
     def _is_ready(self, layout: Layout) -> bool:
-        """Whether each gradient of the subgroup arrived as often as in the last step. With the lock held."""
+        """Whether each gradient of the subgroup arrived as often as in the last step. The caller must hold the lock."""
         return all(self._counts[s.param].count >= self._counts[s.param].expected for s in layout.segments)
 
     def refresh(self) -> None:
-        """To be called when `step()` begins: takes the present `.grad`, with all changes since the gradients
-        arrived."""
+        """To be called when `step()` begins: adds the sums on the host to `.grad`, and records the gradients that are
+        in `.grad` now, with all changes since they arrived."""
         for param in self.params_with_sums:
             self._restore_sum(param)
         for index, param_ in enumerate(self._params):
@@ -312,14 +316,16 @@ class Gradients:
 
     @property
     def any_released(self) -> bool:
-        """Whether some gradients exist only in the plan in flight, which cannot be dropped without losing them."""
+        """Whether some gradients are released and exist only in the plan in flight: if it is dropped, they are lost."""
         return self.mode == "release" and any(self._present)
 
     def expect_reads(self, layouts: Sequence[Layout], room_bytes: int) -> None:
-        """To be called when a plan begins. layouts: the subgroup of each op of the plan that reads gradients on the
-        device, once per op. room_bytes: device memory for released gradients.
+        """Sets which reads of gradients the new plan makes, so that the memory of a gradient is released after its last
+        read. To be called when a plan begins.
 
-        A gradient that spans several subgroups is read once in each of them.
+        layouts: the subgroup of each op that reads gradients on the device, once for each op. A gradient that spans
+            several subgroups is read once in each of them.
+        room_bytes: device memory for released gradients.
         """
         self._reads_left = [0] * len(self._params)
         for layout in layouts:
@@ -328,8 +334,13 @@ class Gradients:
         self.memory.expect(self._reads_left, room_bytes)
 
     def was_read(self, layout: Layout, taken: GradientsRead, lane: str, done: Event) -> None:
-        """To be called when an op that reads these gradients on the device was issued. Drops the records of gradients
-        whose last read this was. `done`: the end of the op."""
+        """In mode `release`, counts a read of gradients on the device, and drops the records of gradients that no later
+        op reads. To be called when the op that reads them was issued.
+
+        taken: the records that the op reads.
+        lane: lane of the op.
+        done: event at the end of the op.
+        """
         if self.mode == "keep":
             return
         for segment, arrived in zip(layout.segments, taken, strict=True):
@@ -351,13 +362,13 @@ class Gradients:
     # ---- a step's end
 
     def step_done(self) -> None:
-        """Ends the step: as many accumulations as in this step are expected in the next one."""
+        """Ends the step. The next step is expected to accumulate each gradient as often as this one."""
         for ready in self._counts:
             ready.expected = max(ready.count, 1)
         self.forget()
 
     def forget(self) -> None:
-        """Drops all records, counts and sums: the gradients were used or dropped."""
+        """Drops all records, counts and sums, because the gradients were used or dropped."""
         if self.sums is not None:
             self.sums.discard()
         for ready in self._counts:

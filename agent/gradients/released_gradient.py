@@ -12,7 +12,7 @@ from tidegate.errors import ParameterError
 
 
 class ReleasedGradient(torch.Tensor):
-    """Placeholder in `.grad` for a gradient that was released: it has no memory, and every use raises
+    """Placeholder in `.grad` for a gradient that was released. It has no memory, and every use of it raises
     ParameterError."""
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Integration with DistributedDataParallel (DDP): copies gradients as soon as DDP has reduced their bucket.
 
-Post-accumulate hooks run before DDP's all-reduce: an early copy would contain only this rank's gradient.
+Hooks of torch that run after a gradient is accumulated run before DDP's all-reduce. A copy made there would contain the
+gradient of this rank only.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from tidegate.errors import ConfigError
 
 
 class _BucketReceiver:
-    """Optimizer whose engine is notified of reduced buckets. The optimizer is held weakly; a closed one is not
-    notified."""
+    """Optimizer whose engine is notified when buckets are reduced. It is held by a weak reference. Closed optimizers
+    get no notifications."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = weakref.ref(optimizer)
         self._numbers: dict[int, int] = {}
         self._numbered_by: Engine | None = None
-        """Engine for which `_numbers` is valid: another engine may number parameters differently, after param groups
-        changed."""
+        """Engine for which `_numbers` is valid. After a change of param groups the optimizer has another engine, which
+        may number parameters differently."""
         self._announced = -1
 
     @property
@@ -37,20 +38,21 @@ class _BucketReceiver:
         return optimizer.engine if optimizer is not None and optimizer.engine.usable else None
 
     def begin(self, engine: Engine) -> None:
-        """Prepares the engine before a bucket is reduced."""
+        """Prepares the engine for the reduction of a bucket."""
         if engine is not self._numbered_by or len(engine.params) != len(self._numbers):
             self._numbers, self._numbered_by = {id(p): i for i, p in enumerate(engine.params)}, engine
         engine.start()
         self._note_end_of_backward(engine)
 
     def own_gradients(self, bucket: dist.GradBucket) -> list[tuple[int, torch.Tensor]]:  # type: ignore[name-defined]
-        """The optimizer's parameters in this bucket: their numbers, with their gradients."""
+        """Parameters of the optimizer in this bucket: the number and the gradient of each."""
         numbers = [self._numbers.get(id(param)) for param in bucket.parameters()]
         return [(i, grad) for i, grad in zip(numbers, bucket.gradients(), strict=True) if i is not None]
 
     def _note_end_of_backward(self, engine: Engine) -> None:
-        """Notifies the engine when DDP has written `.grad`. DDP does so in a callback at the end of the backward, which
-        it queues after ours; so our callback queues another one."""
+        """Arranges a notification of the engine for the time when DDP has written `.grad`. DDP writes it in a callback
+        at the end of the backward. That callback is queued after the one of this method, so the callback of this method
+        queues a second one, which runs after DDP's."""
         task = torch._C._current_graph_task_id()
         if task != self._announced:
             self._announced = task
@@ -59,9 +61,11 @@ class _BucketReceiver:
 
 
 class _BucketHook:
-    """Communication hook of a model: averages over the ranks like DDP's own, and notifies engines of reduced buckets.
+    """Communication hook of a DDP model. It averages gradients over the ranks like DDP's own hook, and notifies engines
+    of reduced buckets.
 
-    DDP keeps the hook permanently and allows only one: later optimizers join it. Without optimizers it only averages.
+    DDP allows one hook per model and keeps it permanently, so all optimizers of the model share this hook. Without
+    optimizers the hook only averages.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -69,7 +73,7 @@ class _BucketHook:
         self._receivers: list[_BucketReceiver] = []
 
     def join(self, optimizer: AdamW) -> _BucketReceiver:
-        """Notifies this optimizer from the next backward on; closed optimizers are removed."""
+        """Adds an optimizer, which is notified from the next backward on, and removes closed optimizers."""
         self._receivers = [one for one in self._receivers if one.engine and one.optimizer() is not optimizer]
         receiver = _BucketReceiver(optimizer)
         self._receivers.append(receiver)
@@ -103,11 +107,12 @@ class _BucketHook:
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _BucketHook] = weakref.WeakKeyDictionary()
-"""Hooks by model, for models with Tidegate's hook."""
+"""Tidegate's hook of each DDP model that has one."""
 
 
 def _hook_of(model: DistributedDataParallel) -> _BucketHook:
-    """The model's `_BucketHook`, registered if necessary. ConfigError when the model has another communication hook."""
+    """Returns the model's `_BucketHook`, and registers one if there is none. ConfigError when the model has another
+    communication hook."""
     if model not in _hooks:
         buckets = _BucketHook(model)
         try:

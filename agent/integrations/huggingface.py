@@ -1,4 +1,5 @@
-"""Integration with the Hugging Face Trainer and Accelerate: metrics, knobs and a verdict in the Trainer's own logs.
+"""Integration with the Hugging Face Trainer and Accelerate: metrics, knobs, and figures of Tidegate in the Trainer's
+own logs.
 
     optimizer = (tidegate.AdamW, {"lr": 3e-4, "offload": tidegate.Offload(…)})
     Trainer(…, optimizer_cls_and_kwargs=optimizer, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
@@ -35,12 +36,13 @@ def unwrapped(optimizer: Any) -> AdamW:
 
 
 class TidegateCallback(TrainerCallback):
-    """Attaches the Trainer's optimizer when training begins, and adds to each log entry the cost of updates since the
-    last one: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence.
+    """Attaches the Trainer's optimizer when training begins. Adds to each log entry of a loss the figures since the
+    last one: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence that says what
+    the updates waited for.
 
     run, daemon, options: as in `tidegate.attach`. Callbacks that the Trainer creates itself (TensorBoard and others)
-    run before callbacks that are passed to it: for those the figures are in the trainer's `state.log_history` and in
-    Tidegate's own metrics.
+    run before callbacks that are passed to the Trainer, so they do not get these figures. The figures are also in the
+    Trainer's `state.log_history` and in Tidegate's own metrics.
 
     ConfigError when training begins with another optimizer, or with gradients="release", because the Trainer reads the
     gradients.
@@ -85,7 +87,8 @@ class TidegateCallback(TrainerCallback):
 
 
 def _check_works(optimizer: AdamW) -> None:
-    """Checks the settings when training begins, so that an error does not wait for the first step."""
+    """Raises ConfigError for settings that cannot work in the Trainer, when training begins and not at the first
+    step."""
     under_deepspeed = isinstance(
         optimizer.param_groups[0]["params"][0], LocalShard
     )  # DeepSpeed clips, and knows the last backward of a step

@@ -2,9 +2,9 @@
 
     Trainer(…, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
 
-The module returns a `tidegate.AdamW` from `configure_optimizers`. The callback works with the Trainer of `lightning` or
-`pytorch_lightning`, depending on which was imported before this module; if none was, with that of `lightning` if it is
-installed.
+The module returns a `tidegate.AdamW` from `configure_optimizers`. If `lightning` or `pytorch_lightning` was imported
+before this module, the callback works with the Trainer of that package; if neither was, with that of `lightning` if it
+is installed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class TidegateCallback(Callback):
     """Attaches the optimizer when `fit` begins to train, and closes the attachment when `fit` ends or raises.
 
     Where the Trainer logs a step, `tidegate_update_seconds` and `tidegate_stall_seconds`, summed over all steps since
-    the last entry, go to the module's logger. `verdict` is one sentence on these steps. Loggers accept only numbers,
-    except TensorBoard (as a text) and the CSV logger: these two get the sentence as `tidegate_verdict`.
+    the last entry, go to the module's logger. `verdict` is one sentence that says what the updates of these steps
+    waited for. TensorBoard (as a text) and the CSV logger get the sentence as `tidegate_verdict`; other loggers accept
+    only numbers.
 
-    run, daemon, options: as in `tidegate.attach`. Further fits belong to the same run. Searches for a learning rate or
-    a batch size at the beginning, and the sanity check, are not included.
+    run, daemon, options: as in `tidegate.attach`. Further calls of `fit` belong to the same run. Steps of Lightning's
+    search for a learning rate or a batch size, and of its sanity check, are not included.
 
     ConfigError when training begins and `configure_optimizers` has returned no `tidegate.AdamW`, or several.
     """
@@ -106,7 +107,8 @@ class TidegateCallback(Callback):
         self._detach()
 
     def _detach(self) -> None:
-        """Closes the attachment. Idempotent: several hooks report the end of `fit`, and none of them always."""
+        """Closes the attachment. Idempotent: several hooks of Lightning call this at the end of `fit`, because none of
+        them is called in every case."""
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = self._optimizer = self._figures = None
@@ -131,7 +133,7 @@ def _single_optimizer(optimizers: list[Any]) -> AdamW:
 
 
 def _log_verdict(trainer: Trainer, sentence: str) -> None:
-    """Logs the verdict with loggers that accept text. Others raise, or skip it with a warning."""
+    """Logs the verdict with loggers that accept text. Other loggers are skipped, because they would raise or warn."""
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
         kinds = {kind.__name__ for kind in type(logger).__mro__}

@@ -1,4 +1,5 @@
-"""Update and stall seconds between two entries of a framework's log, with a verdict."""
+"""Update and stall seconds between two entries of a framework's log, with a verdict: one sentence that says what the
+updates waited for."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from tidegate.timeline.verdict import UpdateFigures, verdict
 PREFIX: Final = "tidegate_"
 """Prefix of the names in a framework's log."""
 VERDICT: Final = f"{PREFIX}verdict"
-"""Name of the verdict, the only entry that is a sentence."""
+"""Name of the verdict in a framework's log. It is the only value that is a sentence."""
 
 
 class LogFigures:
-    """Figures of an attached optimizer for consecutive entries of a log."""
+    """Computes the figures of an attached optimizer for each entry of a log."""
 
     def __init__(self, attachment: Attachment, optimizer: AdamW) -> None:
         self._attachment, self._optimizer = attachment, optimizer
         self._before = _Cumulative()
 
     def since_last(self) -> dict[str, Any]:
-        """`tidegate_update_seconds` and `tidegate_stall_seconds`, summed over all steps since the last entry, and
-        `tidegate_verdict`, a sentence on these steps."""
+        """Figures since the last call: `tidegate_update_seconds` and `tidegate_stall_seconds`, summed over the steps,
+        and `tidegate_verdict`, one sentence that says what the updates waited for."""
         current = _Cumulative.of(self._attachment)
         passed, self._before = current.since(self._before), current
         return {
@@ -37,7 +38,7 @@ class LogFigures:
 
 @dataclass(frozen=True)
 class _Cumulative:
-    """Sums in seconds since the run was attached."""
+    """Sums since the run was attached, in seconds."""
 
     step: float = 0.0
     update: float = 0.0
@@ -46,7 +47,7 @@ class _Cumulative:
 
     @classmethod
     def of(cls, attachment: Attachment) -> _Cumulative:
-        """The present sums of an attachment."""
+        """Reads the present sums of an attachment."""
         recorder = attachment.recorder
         with recorder.lock:
             stalls = recorder.rows("tidegate_stall_seconds_total")
@@ -57,14 +58,14 @@ class _Cumulative:
         return cls(sum(phases.values()), phases.get("update", 0.0) + spill, by_cause, gradient_arrival)
 
     def since(self, before: _Cumulative) -> _Cumulative:
-        """The differences from earlier sums."""
+        """Differences between these sums and the earlier sums `before`."""
         earlier = dict(before.stalls)
         stalls = tuple((cause, seconds - earlier.get(cause, 0.0)) for cause, seconds in self.stalls)
         gradient_arrival = self.gradient_arrival - before.gradient_arrival
         return _Cumulative(self.step - before.step, self.update - before.update, stalls, gradient_arrival)
 
     def step_figures(self, attachment: Attachment) -> UpdateFigures:
-        """Input of `verdict`."""
+        """The sums as input of the function `verdict`."""
         return UpdateFigures(
             step_seconds=self.step,
             update_seconds=self.update,

@@ -77,12 +77,14 @@ class AdamW(OffloadedOptimizer):
         super().__init__(params, defaults, offload)
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars
-        """Makes the numbers of an update from hyperparameters and step: `kernels.scalars`, or a function with the same
-        signature."""
+        """Function that computes the scalars of an update from hyperparameters and step: `kernels.scalars`, or a
+        function with the same signature."""
         self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
-        """Gives the factor for all gradients: `gradient_factor`, or a function with the same signature."""
+        """Function that computes the factor for all gradients: `gradient_factor`, or a function with the same
+        signature."""
         self.boundaries: list[Callable[[int], None]] = []
-        """Called at the end of each `step()`, on all ranks, with the number of the next step: knobs change here."""
+        """Functions that are called at the end of each `step()`, on all ranks, with the number of the next step. Knobs
+        are changed in these calls."""
 
     # ---- training
 
@@ -90,8 +92,8 @@ class AdamW(OffloadedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Does one update. `closure` re-evaluates the model and returns the loss, as in torch.
 
-        CheckpointFailed, once and before anything is done, when a checkpoint that was begun could not be completed;
-        with several ranks, the next checkpoint raises the error instead.
+        Raises CheckpointFailed, once and before the update begins, if a checkpoint in the background could not be
+        completed. With several ranks, the next checkpoint raises this error instead.
         """
         self._checkpoints.raise_if_failed_alone()
         return self._step_guard.run(self._step, closure)
@@ -123,7 +125,7 @@ class AdamW(OffloadedOptimizer):
         return loss
 
     def _update(self, loss_scale: LossScale) -> None:
-        """Has the engine update the weights, and counts the update."""
+        """Updates the weights with the engine, and counts the step."""
         with self.phases.exposed():
             inputs = step_inputs(
                 self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_scalars, self.make_factor
@@ -162,7 +164,8 @@ class AdamW(OffloadedOptimizer):
         return tuple(self._steps)
 
     def phases_so_far(self) -> tuple[PhaseSpan, ...]:
-        """Phases of the steps that observers have not received yet, the current phase up to now. From any thread."""
+        """Phases of the steps that observers have not received yet, including the current phase up to now. May be
+        called from any thread."""
         return self._step_results.phases_so_far()
 
     @contextmanager
@@ -177,7 +180,8 @@ class AdamW(OffloadedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler passes on its scale instead of dividing all gradients by it."""
+        """Whether a GradScaler gives its scale to the optimizer instead of dividing all gradients by it. torch reads
+        this attribute; it is True only for reads by a GradScaler (see `called_by_grad_scaler`)."""
         return called_by_grad_scaler()
 
     def log(self, *, loss: float | None = None, tokens: int | None = None) -> None:
@@ -185,8 +189,11 @@ class AdamW(OffloadedOptimizer):
         self._step_results.log(loss, tokens)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. A running update keeps the gradients that it reads; setting them to zero waits for the
-        update."""
+        """Resets all gradients, as in torch. Sums of gradients on the host and gradients that were released are
+        dropped, too.
+
+        A running update keeps the gradients that it reads. With `set_to_none=False`, this call waits for the update.
+        """
         if not set_to_none:
             self.wait()
         if not self.engine.running:
@@ -197,9 +204,12 @@ class AdamW(OffloadedOptimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """A state as that of `torch.optim.AdamW`: step, exp_avg, exp_avg_sq of each parameter that was updated. In
-        addition to `state` and `param_groups`, it has `num_steps` if steps were skipped, so that the largest `step` is
-        smaller."""
+        """Returns the state in the format of `torch.optim.AdamW`: `step`, `exp_avg` and `exp_avg_sq` of each parameter
+        that was updated, and `remainder` or `master` of 16-bit weights.
+
+        If steps were skipped, so that the number of steps is larger than every `step`, the additional key `num_steps`
+        holds it.
+        """
         self.wait()
         self._follow_before_first_step()
         self.engine.require_usable()
@@ -218,9 +228,9 @@ class AdamW(OffloadedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state of this class or of `torch.optim.AdamW`. Load the weights first: the state adapts to them.
+        """Loads a state of this class or of `torch.optim.AdamW`. Load the weights first: the state is adapted to them.
 
-        ConfigError, with nothing changed, when the state is of another model or another rule.
+        Raises ConfigError, with nothing changed, if the state belongs to another model or is not a state of AdamW.
         """
         self.engine.require_loadable()
         self.follow_params()
@@ -250,8 +260,8 @@ class AdamW(OffloadedOptimizer):
             self.follow_params()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over loaded param groups (torch calls this); groups of older versions may lack keys. Entries of the
-        state that belong to no parameter are taken over, too."""
+        """Called by torch: sets loaded param groups, adds the keys that groups of older versions lack, and sets the
+        entries of the state that belong to no parameter."""
         given = dict(state)
         others = given.pop("state", {})
         super().__setstate__(given)
@@ -267,16 +277,17 @@ class AdamW(OffloadedOptimizer):
         keep: int = 1,
         save_also: Callable[[Path], object] | None = None,
     ) -> Checkpoint:
-        """Writes `directory/step-<n>` without gathering state in memory. All ranks call it, on a directory all see.
+        """Writes the checkpoint `directory/step-<n>` without gathering the state in memory. All ranks must call this,
+        with a directory that all of them can access.
 
         keep: number of complete checkpoints that are kept, the newest ones.
-        save_also: called with the folder of this rank's files. Files that it writes there, such as the model's weights,
-            become part of the checkpoint, with a checksum of each, and are deleted with it. ConfigError for anything
-            but plain files and directories.
+        save_also: function that is called with the folder of this rank's files. Files that it writes there, such as the
+            model's weights, become part of the checkpoint, with a checksum of each, and are deleted with it.
+            ConfigError is raised if it writes anything but plain files and directories.
 
-        PathFull when there is no space for the checkpoint, or for state that is flushed after it; CheckpointTaken when
-        another run or optimizer saves there; CheckpointFailed when it cannot be written. Older checkpoints are
-        unchanged after an error, and training may continue.
+        Raises PathFull if there is no space for the checkpoint, or for state that is flushed after it; CheckpointTaken
+        if another run or optimizer saves there; CheckpointFailed if the checkpoint cannot be written. Older checkpoints
+        are unchanged after an error, and training may continue.
         """
         self.wait()
         self._follow_before_first_step()
@@ -315,9 +326,10 @@ class AdamW(OffloadedOptimizer):
         are skipped with a warning; if `step` names such a checkpoint, an error gives the reason. Damage in the data is
         an error, because an older state would not match the weights; `find_sound_checkpoint` finds such damage first.
 
-        Raises, with nothing changed: NoCheckpoint; FileDamaged when files of `save_also` have changed; ForeignState or
-        WeightsMismatch for another model, other weights or another number of ranks. Another `StateFileError` for
-        damage: when it is found in the data, this optimizer is not usable until a whole checkpoint is loaded.
+        Raises NoCheckpoint if there is none; FileDamaged if files of `save_also` have changed; ForeignState or
+        WeightsMismatch for another model, other weights or another number of ranks: nothing is changed then. Raises
+        another `StateFileError` for other damage. If this damage is found in the data, the optimizer is not usable
+        until a complete checkpoint is loaded.
         """
         self.engine.require_loadable()
         self.follow_params()
@@ -348,8 +360,8 @@ class AdamW(OffloadedOptimizer):
     # ---- param groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, also during training; MemoryBudgetError, with nothing changed, when the new state does not
-        fit."""
+        """Adds a param group, as in torch; also during training. Raises MemoryBudgetError, with nothing changed, if the
+        additional state does not fit."""
         check_group(param_group)
         if not hasattr(self, "engine"):
             super().add_param_group(param_group)

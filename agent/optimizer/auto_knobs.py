@@ -1,4 +1,4 @@
-"""Resolves `auto` knobs to their present values, and shows the values that the engine uses as knobs."""
+"""Resolves `auto` knobs to the values that they stand for at present, and converts the values in use to knob values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tidegate.tuner.search import START_STRIDE
 
 @dataclass(frozen=True, slots=True)
 class AutoValues:
-    """The values that `auto` stands for, by knob. Static ratio has no `auto`, and that of the tier split needs no
-    value."""
+    """The values that `auto` stands for, by knob. The knob `static_ratio` cannot be `auto`; `tier_split=auto` has no
+    value here, because the measured speeds decide."""
 
     stride: float | Off = START_STRIDE
     alternate: bool = False
     cache_bytes: int = 0
 
     def changed(self, stride: float | Off | None, alternate: bool | None, cache_bytes: int | None) -> AutoValues:
-        """A copy with the arguments that are not None."""
+        """Returns a copy in which the arguments that are not None replace the values."""
         return AutoValues(
             self.stride if stride is None else stride,
             self.alternate if alternate is None else alternate,
@@ -29,7 +29,7 @@ class AutoValues:
         )
 
     def effective(self, knobs: Knobs, policy: Policy) -> EffectiveKnobs:
-        """The knobs as numbers, with `auto` resolved; the baseline `twinflow` ignores the stride."""
+        """The knobs as numbers, with `auto` resolved. With the policy `twinflow`, the stride is always "off"."""
         stride: float | Off = self.stride if knobs.stride == AUTO else knobs.stride
         if policy == "twinflow":
             stride = "off"
@@ -44,8 +44,11 @@ class AutoValues:
 
 
 def as_knob_values(effective: EffectiveKnobs, subgroups_by_path: Mapping[str, int] | None) -> dict[str, KnobValue]:
-    """The values in use, in the form of knobs. subgroups_by_path: number of subgroups on each path; None without paths,
-    which leaves out the knobs of paths."""
+    """Converts the values in use to knob values.
+
+    subgroups_by_path: number of subgroups on each path; None if the run has no paths, and the knobs of paths are left
+    out.
+    """
     values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}
     if subgroups_by_path is not None:
         values["tier_split"] = ",".join(f"{name}:{count}" for name, count in sorted(subgroups_by_path.items()))

@@ -15,7 +15,7 @@ GRAPH_CHECK_INTERVAL: Final = 16
 takes about 0.2 ms."""
 
 NO_BACKWARD: Final = -1
-"""The id that autograd gives for the current backward pass when no backward pass is running."""
+"""Value that autograd returns as the id of the current backward pass when no backward pass is running."""
 
 
 class BackwardPasses:

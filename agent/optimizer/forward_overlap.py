@@ -1,10 +1,11 @@
 """Overlap of the update with the next forward: a module waits for its own weights, not for the whole update.
 
-Only on request (`overlap_forward`). A unit of the model (a block, an embedding, a head) waits for all weights in it; a
-module that contains units waits only for its direct weights. One forward is observed to find the weights that are read
-outside of their unit: the whole model waits for these. Evaluation, `state_dict` and `load_state_dict` of model and
-optimizer wait for the whole update, and so do the first gradient of the next backward and the next `step()`. Other code
-that reads or writes weights, such as an average of weights, must call `tidegate.wait()` first.
+The overlap is off unless `overlap_forward` is called. A unit of the model (a block, an embedding, a head) waits for all
+weights in it; a module that contains units waits only for its direct weights. One forward is observed to find the
+weights that are read outside of their unit: the whole model waits for these. Evaluation, `state_dict` and
+`load_state_dict` of model and optimizer wait for the whole update, and so do the first gradient of the next backward
+and the next `step()`. Other code that reads or writes weights, such as an average of weights, must call
+`tidegate.wait()` first.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class ForwardOverlap:
         self._numbers: dict[int, int] = {}
         self._units: dict[torch.nn.Module, frozenset[int]] = {}
         self._read_early: set[int] = set()
-        """Numbers of the weights that are read before the unit that holds them is called, or whose unit is never
-        called."""
+        """Numbers of the weights for which the whole model waits: those that are read before the unit that holds them
+        is called, and those whose unit is never called."""
         self._learner: _ReadsBeforeCall | None = None
         self._handles: list[Any] = []
         self.rebuild()
@@ -52,7 +53,7 @@ class ForwardOverlap:
         self._handles = list(self._hook())
 
     def close(self) -> None:
-        """`step()` waits for the whole update again. Idempotent."""
+        """Removes the hooks, so that `step()` waits for the whole update again. Idempotent."""
         if self._optimizer.overlap is self:
             self._optimizer.wait()
             self._optimizer.overlap = None
@@ -100,7 +101,8 @@ class ForwardOverlap:
             self._learner.__enter__()  # type: ignore[no-untyped-call]
 
     def _finish_learning(self, *_: Any) -> None:
-        """Takes the result of the observed forward. Runs only if the forward was completed."""
+        """Stores which weights the observed forward has read early, and switches the overlap on. Runs only if the
+        forward was completed."""
         if self._learner is not None:
             self._read_early |= self._learner.read_early | (set(self._numbers.values()) - self._learner.called)
             self._optimizer.background = True

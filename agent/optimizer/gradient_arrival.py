@@ -13,15 +13,16 @@ from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 
 MIN_PARAMS: Final = 8
-"""Smallest number of parameters for statistics of arrival: with fewer, the first gradient may come at the end of an
-ordinary backward, too."""
+"""Smallest number of parameters for which the time of the first gradient and the share from a single node are
+determined. With fewer parameters, the first gradient may come at the end of an ordinary backward, too."""
 MAX_NODES: Final = 16
-"""Number of graph nodes that are examined: a node that has the whole model is among the first of its backward."""
+"""Maximum number of graph nodes that are examined. A node that produces the gradients of the whole model is among the
+first nodes of its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientArrival:
-    """Figures of one step, or sums over several steps."""
+    """Figures about the arrival of gradients, of one step or summed over several steps."""
 
     copied_bytes: int = 0
     """Bytes of the gradients that were copied to the host, each gradient counted once."""
@@ -36,7 +37,8 @@ class GradientArrival:
 
     @property
     def single_node_share(self) -> float:
-        """Share of the gradients that came from a single node of the autograd graph, all at the end of its work."""
+        """Share of the gradients that came from a single node of the autograd graph, and so arrived together at the end
+        of its work."""
         return self.single_node_bytes / self.copied_bytes if self.copied_bytes else 0.0
 
     @property
@@ -106,9 +108,9 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _first_of_backward(phases: StepPhases) -> tuple[float, float]:
-    """Seconds of the last backward that made gradients, without the time in the engine's hooks, and seconds from its
-    start to its first gradient, by the clock of the host. Zeros where the model is not attached, because the phase then
-    begins with the first gradient."""
+    """Returns two durations of the last backward that made gradients, in seconds on the host's clock: its length
+    without the time in the engine's hooks, and the time from its start to its first gradient. Both are 0 if the model
+    is not attached, because the phase `backward` then begins with the first gradient."""
     moment = phases.first_gradient
     backwards = [span for span in phases.spans if span.phase == "backward"]
     last = next((span for span in backwards if moment is not None and span.start < moment <= span.end), None)

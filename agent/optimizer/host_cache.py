@@ -14,7 +14,7 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.ranks import ranks_that_share_host
 
 CACHE_SHARE: Final = 0.9
-"""Share of the free host memory that the engine may use."""
+"""Share of the free host memory that the engine may use for the host cache and its other buffers."""
 
 
 def automatic_cache_bytes(

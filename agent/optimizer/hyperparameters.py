@@ -24,8 +24,8 @@ TORCH_DEFAULTS: Mapping[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""Further keys of torch's param groups with their defaults: with the same keys, states can be exchanged with torch.
-`foreach` and `fused` choose among torch's implementations and are ignored here."""
+"""Further keys of torch's param groups, with their defaults. Param groups have the same keys as in torch, so that
+states can be exchanged with torch. `foreach` and `fused` choose among torch's implementations and are ignored here."""
 
 UNSUPPORTED_OPTIONS = {
     "amsgrad": "it needs another state",
@@ -36,7 +36,8 @@ UNSUPPORTED_OPTIONS = {
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """ConfigError for invalid hyperparameters of a param group. Absent ones are not checked."""
+    """Raises ConfigError if a hyperparameter of a param group is invalid. Hyperparameters that are absent are not
+    checked."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements: it must have 1.")
@@ -50,7 +51,8 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """ConfigError for options of torch's AdamW that Tidegate cannot honour, also where they are set later."""
+    """Raises ConfigError if a param group sets an option of torch's AdamW that Tidegate does not support. Called at
+    each step, too, because users may set options later."""
     for name, reason in UNSUPPORTED_OPTIONS.items():
         if group.get(name):
             raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out, or set it to False.")
@@ -59,7 +61,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, Any]) -> dict[str, Any]:
     """The default values of param groups, with the same keys as in torch.
 
-    ConfigError for options that torch does not have, and for invalid values.
+    Raises ConfigError for options that torch does not have, and for invalid values.
     """
     unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
     if unknown:
@@ -89,8 +91,8 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """State of a GradScaler in this step: the inverse of its scale, with which gradients must be multiplied, and
-    whether it has found gradients that are not finite."""
+    """State of a GradScaler in this step. `inverse`: the inverse of its scale, with which gradients must be multiplied.
+    `found_inf`: whether it has found gradients that are not finite."""
 
     inverse: float = 1.0
     found_inf: bool = False
@@ -114,8 +116,11 @@ def called_by_grad_scaler() -> bool:
 
 
 def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
-    """The factor for all gradients: `unscale`, and clipping to `max_grad_norm`. `norm` is the norm of the scaled
-    gradients; the bound is for the norm after multiplication with `unscale`."""
+    """The factor with which all gradients are multiplied: `unscale`, and the factor that clips to `max_grad_norm`
+    (None: no clipping).
+
+    norm: norm of the gradients before they are multiplied with `unscale`. `max_grad_norm` applies to the norm after it.
+    """
     return unscale if max_grad_norm is None else unscale * float(clip_scale(norm * unscale, max_grad_norm))
 
 
@@ -149,7 +154,8 @@ def step_inputs(
 
 
 def _snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters as numbers: schedulers change tensors in place, and lanes read the values later."""
+    """The hyperparameters as numbers. They are copied because schedulers change tensors in place, and lanes read the
+    values later."""
     check_options(group)
     return {
         "lr": _number(group["lr"]),

@@ -1,5 +1,5 @@
-"""Warns about steps that change no weight, with decreasing frequency, and once about parameters that no step
-changes."""
+"""Logs warnings about steps that change no weight, less often when this happens repeatedly, and one warning about
+parameters that no step changes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate")
 
 SCALER_SKIPS_ALLOWED = 10
-"""Skipped steps in a row before the first warning with a GradScaler, which starts with a scale that is too large and
-finds a smaller one by skipping a few steps."""
+"""Number of skipped steps in a row at which the first warning is logged if a GradScaler is used. A GradScaler starts
+with a scale that is too large, and finds a smaller one by skipping a few steps."""
 EMPTY_STEPS_ALLOWED = 3
-"""Calls of `step()` without gradients in a row at which the first warning comes: some scripts call `step()` once before
-they train, for a scheduler."""
+"""Number of calls of `step()` without gradients in a row at which the first warning is logged. Some scripts call
+`step()` once before training, for a scheduler."""
 UPDATES_BEFORE_UNTRAINED_WARNING = 20
-"""Number of updates in which each parameter should have had a gradient once."""
+"""Number of updates after which a warning names the parameters that never had a gradient."""
 
 
 class IneffectiveStepWarnings:
@@ -38,17 +38,18 @@ class IneffectiveStepWarnings:
         self._skipped_in_a_row = 0
         self._empty_in_a_row = 0
         self._untrained: set[int] = set()
-        """Parameters without an update since the last call of `watch`; empty when this is not checked any more."""
+        """Parameters without an update since the last call of `watch`; empty after the check has ended."""
         self._updates = 0
         self._said_untrained = False
 
     def watch(self, num_params: int) -> None:
-        """Starts the check that each of this number of parameters is updated in the next steps."""
+        """Starts the check that each of the `num_params` parameters is updated in the next steps."""
         self._untrained = set() if self._said_untrained else set(range(num_params))
         self._updates = 0
 
     def observe_update(self, numbers: Collection[int], params: Sequence[torch.Tensor]) -> None:
-        """Takes note of a step that updates the parameters with these numbers."""
+        """Records a step that updates the parameters with these `numbers`, and warns once if some of `params` had no
+        update in UPDATES_BEFORE_UNTRAINED_WARNING steps."""
         if not self._untrained:
             return
         self._untrained.difference_update(numbers)
@@ -69,7 +70,7 @@ class IneffectiveStepWarnings:
             )  # fmt: skip
 
     def observe(self, result: StepResult, _: StepPhases) -> None:
-        """Takes note of the result of a step, and warns if the step was skipped."""
+        """Records the result of a step, and warns if the step was skipped."""
         self._steps += 1
         if not result.skipped:
             self._skipped_in_a_row = 0
@@ -84,7 +85,10 @@ class IneffectiveStepWarnings:
             self._warn(result.bad_params, "In fp16, scale the loss with a GradScaler, or train in bf16.")
 
     def observe_call(self, num_params: int, any_gradient: bool) -> None:
-        """Takes note of a call of `step()`, and warns after several calls in a row without any gradient."""
+        """Records a call of `step()`, and warns after several calls in a row without any gradient.
+
+        num_params: number of parameters. any_gradient: whether any of them has a gradient.
+        """
         self._empty_in_a_row = 0 if any_gradient else self._empty_in_a_row + 1
         count = self._empty_in_a_row - EMPTY_STEPS_ALLOWED + 1
         if count > 0 and _is_due(count):

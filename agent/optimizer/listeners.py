@@ -12,17 +12,17 @@ class Closeable(Protocol):
 
 
 class RebuildListener(Closeable, Protocol):
-    """An object that adapts to a rebuilt engine."""
+    """An object that the optimizer informs when the engine was rebuilt."""
 
     def rebuild(self) -> None:
         """Called when the optimizer has other parameters, or works on another device."""
 
 
 class AttachmentListener(RebuildListener, Protocol):
-    """An attachment (`tidegate.attach`), as the optimizer sees it."""
+    """Interface of an attachment (`tidegate.attach`) that the optimizer calls."""
 
     def extended(self) -> None:
         """Called when parameters were added to the optimizer."""
 
     def resumed(self) -> None:
-        """Called when the optimizer has loaded a state, and counts its steps on from there."""
+        """Called when the optimizer has loaded a state, and continues with the step count of this state."""

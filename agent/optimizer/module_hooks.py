@@ -8,7 +8,8 @@ from typing import Any
 
 
 class ModelHook:
-    """A hook that calls a method, with `first` before its other arguments, as long as the method's object exists.
+    """A module hook that calls a method with `first` and then the arguments of the hook. Does nothing when the object
+    of the method no longer exists.
 
     A module with such hooks does not keep the optimizer alive, and can be copied and pickled. The hooks of the copy do
     nothing, because the optimizer works on the parameters of the original.

@@ -120,20 +120,21 @@ class Offload:
             )
 
     def knobs(self) -> Knobs:
-        """The first values of the knobs. KnobError for values that are out of range or need paths that are not
-        given."""
+        """The initial values of the knobs. Raises KnobError for values that are out of range or that need paths when no
+        paths are given."""
         wanted: dict[str, Any] = {"stride": self.stride, "static_ratio": self.static_ratio}
         wanted |= {name: getattr(self, name) for name in PATH_KNOBS if getattr(self, name) != AUTO}
         return Knobs().changed(wanted, specs_for(tuple(self.paths)))
 
     def path_settings(self) -> dict[str, PathSettings | ObjectSettings]:
-        """The settings of each path by name, in the given order. ConfigError for the address of an unknown object
-        store."""
+        """The settings of each path by name, in the given order. Raises ConfigError for the address of an unknown
+        object store."""
         return {name: _settings(path) for name, path in self.paths.items()}
 
 
 def as_offload(given: Any) -> Offload:
-    """The argument `offload` of the optimizer, with the defaults for None. ConfigError when it is not an `Offload`."""
+    """Returns the argument `offload` of the optimizer, or the default settings for None. Raises ConfigError if it is
+    not an `Offload`."""
     if isinstance(given, Offload):
         return given
     if given is None:
@@ -151,7 +152,7 @@ def as_offload(given: Any) -> Offload:
 
 
 def _check_paths(paths: Any) -> None:
-    """ConfigError unless `paths` maps names to directories or addresses."""
+    """Raises ConfigError unless `paths` maps names to directories, addresses or settings."""
     if isinstance(paths, str | os.PathLike):
         place = os.fspath(paths)
         last = place.rstrip("/").rpartition("/")[2]

@@ -95,18 +95,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ineffective = IneffectiveStepWarnings(param_namer(self))
         self._ineffective.watch(len(self._params))
         self.observers = self._step_results.observers
-        """Called in the training thread with the result of each update: at the end of `step()`, or later if the update
-        is still running then."""
+        """Functions that are called in the training thread with result and phases of each update: at the end of
+        `step()`, or later if the update is still running then."""
         self.observers.append(self._ineffective.observe)
         self.attachment: AttachmentListener | None = None
         self.overlap: RebuildListener | None = None
         self.background = False
-        """Whether `step()` returns as soon as the update is certain, and the update continues in the background. See
-        `overlap_forward`."""
+        """Whether `step()` returns as soon as it is known which parameters are updated, while the update continues in
+        the background. See `overlap_forward`."""
         self._step_guard = StepGuard()
         self._backward_passes = BackwardPasses(self.phases)
         self._moves_checked_in = NO_BACKWARD
-        """Id of the last backward pass at whose first gradient all parameters were checked for moves."""
+        """Id of the last backward pass in which all parameters were checked for moves. The check is made at the first
+        gradient of each backward pass."""
         self._checkpoints = OptimizerCheckpoints(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)
@@ -130,8 +131,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._backward_passes.began(self.param_groups, self.num_steps)
 
     def gradient_arrived(self, param: int) -> None:
-        """To be called when the backward pass has written `.grad` of the parameter with this number: by autograd's
-        hooks, and by code that writes `.grad` in hooks of its own. This runs for each gradient, so it must be cheap."""
+        """Tells the engine that a gradient has arrived, and records how long this takes. This runs for each gradient,
+        so it must be cheap.
+
+        To be called when the backward pass has written `.grad` of the parameter with this number: by autograd's hooks,
+        and by other hooks that write `.grad`.
+        """
         task = torch._C._current_graph_task_id()
         if task != self._moves_checked_in or self._param_records.was_moved(param):
             self._moves_checked_in = task
@@ -153,12 +158,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # ---- knobs
 
     def check_knobs(self, knobs: Knobs) -> None:
-        """MemoryBudgetError or CapacityError with figures when these knobs do not fit, KnobError when they name a path
-        that this run does not have. Safe from any thread."""
+        """Raises MemoryBudgetError or CapacityError, with figures, if the state does not fit with these knobs, and
+        KnobError if they name a path that this run does not have. May be called from any thread."""
         self.engine.planner.check(self._effective(knobs), self.offload.headroom_bytes)
 
     def apply_knobs(self, knobs: Knobs) -> None:
-        """Sets the knobs, from the next step on. Between steps only."""
+        """Sets the knobs for the next step and later ones. May be called only between steps."""
         self.knobs = knobs
         self.engine.effective = self._effective(knobs)
         self.engine.stage()
@@ -166,9 +171,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def set_auto(
         self, *, stride: float | Off | None = None, alternate: bool | None = None, cache_bytes: int | None = None
     ) -> None:
-        """Sets the values that `auto` stands for, from the next step on; None leaves a value unchanged.
+        """Sets the values that `auto` stands for, for the next step and later ones; None leaves a value unchanged.
 
-        MemoryBudgetError or CapacityError, with nothing changed, if it does not fit.
+        Raises MemoryBudgetError or CapacityError, with nothing changed, if the state does not fit with these values.
         """
         before = self._auto
         self._auto = before.changed(stride, alternate, cache_bytes)
@@ -200,7 +205,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state, as in torch: a lazy view of the offloaded state, see `OffloadedState`."""
+        """The state, as in torch: a lazy view of the offloaded state (see `OffloadedState`)."""
         return self._state
 
     @state.setter
@@ -251,12 +256,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def follow_params(self) -> None:
         """Adapts to parameters that were moved, converted or replaced; to be called before parameters are used.
 
-        Before the first update, device and engine are rebuilt when parameters are on another device, have another
-        dtype, shape or strides, or are other objects. After it, they are rebuilt when parameters were moved between
-        groups, removed or added, or some were replaced by new ones.
+        Before the first update, device and engine are rebuilt if parameters are on another device, have another dtype,
+        shape or strides, or are other objects. After the first update, they are rebuilt if parameters were moved
+        between groups, removed or added, or if some were replaced by new ones.
 
-        ParameterError, with nothing changed, for any other change after the first update, and where state or gradients
-        cannot be transferred.
+        Raises ParameterError, with nothing changed, for any other change after the first update, and if state or
+        gradients cannot be transferred.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         moved = self._param_records.first_moved(params) if self.engine.usable else None
@@ -323,11 +328,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # ---- life
 
     def close(self) -> None:
-        """Stops lanes and telemetry and releases the parameters. The weights stay. Idempotent; does nothing in a forked
-        child.
+        """Stops lanes and telemetry and releases the parameters. The weights stay unchanged. Further calls do nothing,
+        and so does a call in a forked child.
 
-        Waits for a checkpoint that is still being written (Ctrl-C drops it). CheckpointFailed, after all is closed, if
-        the checkpoint could not be completed.
+        Waits for a checkpoint that is still being written (Ctrl-C drops it). Raises CheckpointFailed, after everything
+        is closed, if the checkpoint could not be completed.
         """
         if os.getpid() != self._pid:
             return

@@ -19,7 +19,7 @@ from tidegate.kernels import WeightFormat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ARRAYS = (*MOMENTS, "remainder", "master")
-"""Names of the engine's arrays of a parameter. Other names in a state belong to the user."""
+"""Names of the arrays that the engine stores for a parameter. Other names in a state belong to the user."""
 
 ParamState = Mapping[str, torch.Tensor]
 
@@ -63,7 +63,8 @@ def names(engine: Engine, param: int) -> tuple[str, ...]:
 
 
 def reset(engine: Engine, params: Collection[int]) -> None:
-    """Resets the state of these parameters to that before their first update: moments are 0, weights stay unchanged."""
+    """Resets the state of these parameters to the state before their first update: moments are 0; weights stay
+    unchanged."""
     for layout in engine.layouts:
         segments = [s for s in layout.segments if s.param in params]
         if not segments:
@@ -84,7 +85,7 @@ def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def apply_load_pre_hooks(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state to be loaded, as torch's pre-hooks of `load_state_dict` change it."""
+    """Runs torch's pre-hooks of `load_state_dict`, and returns the state dict that they produce."""
     given = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, given)
@@ -94,8 +95,8 @@ def apply_load_pre_hooks(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
 
 @contextmanager
 def without_torch_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context manager in which torch's loader runs no hooks: it would run them before the engine has loaded the
-    state."""
+    """Context manager in which `load_state_dict` of torch runs no hooks: torch would run them before the engine has
+    loaded the state."""
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     original = {name: getattr(optimizer, name) for name in names}
     for name in names:
@@ -108,8 +109,11 @@ def without_torch_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]
 
 
 def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], dict[Any, Any]]:
-    """The state of each parameter by its position among the parameters of all groups, regardless of the keys in the
-    groups; and the entries that belong to no parameter."""
+    """Divides a state dict into two parts: the state of each parameter by its position among the parameters of all
+    groups, whatever keys the groups use, and the entries that belong to no parameter.
+
+    Raises ConfigError if the state has a parameter that is in no group.
+    """
     places: dict[Any, int] = {}
     for group in state_dict["param_groups"]:
         for key in group["params"]:
@@ -130,19 +134,24 @@ def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], d
 
 
 def with_num_steps(packed: dict[str, Any], num_steps: int, steps: Sequence[int]) -> dict[str, Any]:
-    """`packed`, with `num_steps` added if the largest of the parameters' `steps` is smaller, because steps were
-    skipped. torch's optimizers ignore this key. `torch.distributed.checkpoint` does not save it, and cannot load into a
-    state that has a key which the saved one lacks: so the key is left out where it is not needed."""
+    """Returns `packed` with the additional key `num_steps`, if this number is larger than all `steps` of the parameters
+    because steps were skipped; else returns `packed` unchanged.
+
+    torch's optimizers ignore this key. It is left out where it is not needed, because `torch.distributed.checkpoint`
+    does not save it, and cannot load into a state dict with a key that the saved one lacks.
+    """
     return packed if num_steps == max(steps, default=0) else {**packed, "num_steps": num_steps}
 
 
 def total_steps(given: Mapping[str, Any], steps: Sequence[int]) -> int:
-    """Number of steps before this state was saved: at least the number of updates of each parameter."""
+    """Number of training steps before a state was saved: the value of its key `num_steps`, but not less than the
+    largest of `steps`, the numbers of updates of the parameters."""
     return max(whole_steps(given.get("num_steps", 0), "num_steps"), *steps, 0)
 
 
 def whole_steps(value: Any, what: str) -> int:
-    """A number of steps in a state dict as an int; ConfigError if it is not a whole number of at least 0."""
+    """Converts a number of steps in a state dict to an int. Raises ConfigError, with `what` as the name of the value,
+    if it is not a whole number of at least 0."""
     number = value
     try:
         if isinstance(value, torch.Tensor):
@@ -158,7 +167,7 @@ def whole_steps(value: Any, what: str) -> int:
 def check(
     param_groups: Sequence[Mapping[str, Any]], state: Mapping[int, ParamState], params: Sequence[torch.Tensor]
 ) -> None:
-    """ConfigError when this state cannot be loaded; to be called before anything is changed."""
+    """Raises ConfigError if this state cannot be loaded. To be called before anything is changed."""
     for group in param_groups:
         check_group(group)
     for index, given in state.items():

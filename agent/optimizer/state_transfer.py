@@ -38,18 +38,20 @@ class ParameterMapping:
         return not self.removed and self._was == list(range(len(self._was)))
 
     def remap(self, by_old_number: Mapping[int, T]) -> dict[int, T]:
-        """A dictionary by old parameter numbers, with new numbers as keys; removed parameters are left out."""
+        """Converts a dictionary with old parameter numbers as keys to one with new numbers. Removed parameters are left
+        out."""
         return {
             now: by_old_number[was] for now, was in enumerate(self._was) if was is not None and was in by_old_number
         }
 
     def steps(self, before: Sequence[int]) -> list[int]:
-        """Number of updates of each present parameter, 0 for new ones; `before`: by old number."""
+        """Number of updates of each present parameter, 0 for new ones. `before`: number of updates by old parameter
+        number."""
         return [0 if was is None else before[was] for was in self._was]
 
 
 def check_transferable(engine: Engine, has_state: bool, moved: str, reordered: bool) -> None:
-    """ParameterError when gradients or state of `engine` cannot be transferred to a new engine.
+    """Raises ParameterError if gradients or state of `engine` cannot be transferred to a new engine.
 
     has_state: whether parameters were updated or a state was loaded. moved: name of a parameter that was moved.
     reordered: whether parameters were replaced by others, or have another shape or order in memory.
@@ -77,7 +79,11 @@ def check_transferable(engine: Engine, has_state: bool, moved: str, reordered: b
 
 
 def warn_of_removed(mapping: ParameterMapping, steps: Sequence[int]) -> None:
-    """Warns that parameters which leave the groups lose their state, for users who want to add them again later."""
+    """Logs a warning if the state of removed parameters is lost, for users who want to add these parameters again
+    later.
+
+    steps: number of updates of each parameter, by old number.
+    """
     lost = [number for number in mapping.removed if steps[number]]
     if lost:
         log.warning(
@@ -92,7 +98,7 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
     """A copy of the state for the new engine: step and moments, and `remainder` or `master` of 16-bit weights only
     where the weight has the same bits as after the last update.
 
-    MemoryBudgetError when host memory is too small for the copy and the original at the same time.
+    Raises MemoryBudgetError if host memory is too small for the copy and the original at the same time.
     """
     updated = [shard.numel() for shard, step in zip(engine.shards, steps, strict=True) if step]
     needed, available = 12 * sum(updated), host_available_bytes()
@@ -111,6 +117,7 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
 
 
 def transfer_backward_flags(old: Engine, new: Engine) -> None:
-    """Copies the flags about current and future backward passes."""
+    """Copies the flags `accumulating` and `gradients_come_reduced`, which apply to the current backward pass and later
+    ones."""
     new.gradients.accumulating = old.gradients.accumulating
     new.gradients_come_reduced = old.gradients_come_reduced

@@ -1,7 +1,8 @@
-"""`optimizer.state` as a lazy view of the offloaded state: torch's entries, with tensors that have no memory.
+"""`optimizer.state` as a lazy view of the offloaded state. It has the same entries as in torch, but the tensors in them
+have no memory of their own: each read loads the values.
 
 Iteration yields `step`, `exp_avg` and `exp_avg_sq` (and `remainder` or `master` of 16-bit weights) for each parameter
-that was updated. These can be read as tensors, and assigned to the same place unchanged. Emptying an entry, or all
+that was updated. A tensor can be read, and can be assigned to its own key without effect. Emptying an entry, or all
 entries, resets the state. All other writes raise ConfigError, because they would be lost.
 """
 
@@ -28,17 +29,17 @@ REMEDY = (
 )
 
 UNDECLARED_VIEW_OPS = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
-"""Operations whose results share memory with their input although their schemas do not declare it."""
+"""Operations whose results share memory with their input, although their schemas do not say so."""
 
 
 class StateOwner(Protocol):
     """The optimizer that a state view belongs to."""
 
     def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """All of this parameter's state, in the form of `state_dict`."""
+        """All state of this parameter, in the form of `state_dict`."""
 
     def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
-        """Resets the state of these parameters, of all parameters for None."""
+        """Resets the state of these parameters, or of all parameters for None."""
 
 
 class OffloadedTensor(torch.Tensor):
@@ -51,7 +52,7 @@ class OffloadedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
-        """like: a tensor with the shape and the strides. read: loads the values."""
+        """like: tensor with the shape and the strides of the new one. read: function that loads the values."""
         made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu")
         )
@@ -78,7 +79,8 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def _view(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a view operation: a lazy and read-only view of the same tensor of the state."""
+        """The result of a view operation: a lazy and read-only view of the same tensor of the state. Some operations
+        return a list of views."""
         whole = args[0]
         like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
 
@@ -101,7 +103,7 @@ class OffloadedTensor(torch.Tensor):
         raise ConfigError(f".data = … would not reach the state. {REMEDY}")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A read-only copy."""
+        """A read-only NumPy array with a copy of the values."""
         array = self._read().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -125,7 +127,8 @@ def _has_state_tensor(given: Any) -> bool:
 
 
 def _with_values(value: Any) -> Any:
-    """The argument with the values of the state in place of its lazy tensors."""
+    """Replaces lazy tensors of the state by their values, also in lists, tuples and DTensors; returns any other value
+    unchanged."""
     if isinstance(value, OffloadedTensor):
         return value._read()
     if is_divided(value):
@@ -134,13 +137,13 @@ def _with_values(value: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are the same tensor of the state. For DTensors the shards count: moving a DTensor makes a new
-    object."""
+    """Whether both are the same tensor of the state. DTensors are compared by their shards, because moving a DTensor
+    makes a new object."""
     return one is other or (is_divided(one) and is_divided(other) and shard_of(one) is shard_of(other))
 
 
 class StateEntry(dict[str, Any]):
-    """The entry of one parameter. Users may add keys; the keys of the engine cannot be changed."""
+    """The entry of one parameter in `optimizer.state`. Users may add keys; the keys of the engine cannot be changed."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in ENGINE_KEYS:
@@ -186,7 +189,7 @@ class StateEntry(dict[str, Any]):
 
 
 class OffloadedState(defaultdict[Any, Any]):
-    """`optimizer.state`. Keys that are not parameters belong to the user."""
+    """The dictionary `optimizer.state`. Keys that are not parameters belong to the user."""
 
     def __init__(self, owner: StateOwner) -> None:
         super().__init__(dict)
@@ -220,7 +223,7 @@ class OffloadedState(defaultdict[Any, Any]):
         return {param: self[param].user_entries() for param in params if param in self}
 
     def with_values(self, values: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[Any, Any]:
-        """The whole state as a dictionary, with these values in place of the lazy tensors. Parameters that are not in
+        """The whole state as a dictionary, with `values` in place of the lazy tensors. Parameters that are not in
         `values` have no state and are left out."""
         others = {key: value for key, value in self.items() if not isinstance(key, torch.Tensor)}
         return others | {param: {**self[param].user_entries(), **own} for param, own in values.items()}
@@ -327,7 +330,8 @@ class OffloadedState(defaultdict[Any, Any]):
         return defaultdict, (dict, dict(self))
 
     def replace(self, given: Mapping[Any, Any]) -> None:
-        """`optimizer.state = given`: an empty mapping resets all state, the same entries change nothing."""
+        """Implements `optimizer.state = given`. Unchanged entries have no effect; the state of parameters that are
+        missing in `given` is reset. Raises ConfigError for changed tensors of the state."""
         if given is self:
             return
         gone = [key for key in self if key not in given]

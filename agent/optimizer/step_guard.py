@@ -15,8 +15,8 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._running: dict[str, object] = {}
-        """Holds the call of `step()` that is running, under "call". A dict instead of a lock, because an exception from
-        a signal handler must not leave it taken."""
+        """The call of `step()` that is running, if any, under the key "call". This is a dictionary because a lock could
+        stay locked after an exception in a signal handler."""
 
     @property
     def is_stepping(self) -> bool:

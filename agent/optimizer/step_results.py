@@ -17,8 +17,8 @@ Observer = Callable[[StepResult, StepPhases], None]
 
 
 class StepResultQueue:
-    """Pairs results and phases in the order of the steps: the phases of a step end with `step()`, its update may end
-    later."""
+    """Pairs the results of updates with the phases of their steps, in the order of the steps. The phases of a step end
+    with `step()`; its update may end later."""
 
     def __init__(self, engine: Engine, phases: PhaseRecorder) -> None:
         self.observers: list[Observer] = []
@@ -54,8 +54,11 @@ class StepResultQueue:
         self._logged = {}
 
     def deliver(self, *, background: bool) -> None:
-        """Calls the observers for each step whose update has ended. background: updates may run on during the phases of
-        the next step."""
+        """Calls the observers for each step whose update has ended.
+
+        background: whether an update may continue during the phases of the next step. If so, these phases are added to
+        the last result as `StepPhases.tail`.
+        """
         while self._results and self._ended_phases:
             result, phases = self._results.popleft(), self._ended_phases.popleft()
             if background and not self._ended_phases:
@@ -64,11 +67,12 @@ class StepResultQueue:
                 observe(result, phases)
 
     def phases_so_far(self) -> tuple[PhaseSpan, ...]:
-        """Phases of the steps that observers have not received yet, the current phase up to now. From any thread."""
+        """Phases of the steps that observers have not received yet, including the current phase up to now. May be
+        called from any thread."""
         ended = tuple(self._ended_phases)
         return (*(span for step in ended for span in step.spans), *self._phases.so_far())
 
     def forget(self) -> None:
-        """Discards results and phases that are not delivered: another state was loaded."""
+        """Discards results and phases that are not delivered yet, because another state was loaded."""
         self._results.clear()
         self._ended_phases.clear()

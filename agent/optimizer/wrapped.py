@@ -29,8 +29,8 @@ def unwrapped(optimizer: Any, caller: str) -> AdamW:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Unwraps an optimizer: from wrappers of Accelerate, Lightning and others, which hold it as `optimizer`, and from
-    DeepSpeed's, which hold it as `tidegate`."""
+    """Returns the innermost optimizer. Wrappers of Accelerate, Lightning and others hold it in their attribute
+    `optimizer`, DeepSpeed's in `tidegate`."""
     current = optimizer
     while not isinstance(current, AdamW):
         inner = getattr(current, "tidegate", None) or getattr(current, "optimizer", None)

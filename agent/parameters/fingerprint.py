@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 
 NUM_SAMPLES = 32
-"""A tensor of fewer elements is sampled completely; a larger one has from so many samples to twice as many."""
+"""A tensor with fewer elements than this is sampled completely. A larger tensor has at least NUM_SAMPLES samples, and
+at most twice as many."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

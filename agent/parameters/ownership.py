@@ -1,5 +1,5 @@
-"""Ownership of parameters: each belongs to one optimizer, and shares memory with no other. A new optimizer takes the
-parameters of idle ones."""
+"""Ownership of parameters: each parameter belongs to one optimizer at most, and shares memory with no other. A new
+optimizer takes over the parameters of optimizers that are not in the middle of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Owner(Protocol):
 
     @property
     def is_mid_step(self) -> bool:
-        """Whether closing now would break a step, or lose gradients."""
+        """Whether closing this optimizer now would break a step or lose gradients."""
 
     @property
     def is_of_this_process(self) -> bool:
@@ -40,13 +40,14 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def claim(owner: Owner, params: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()) -> None:
-    """Registers `owner` as the optimizer of `params`, until it is collected or releases them. beside: parameters that
-    it owns already; they may be among `params`, too.
+    """Registers `owner` as the optimizer of `params`, until it is garbage-collected or releases them.
 
-    Other optimizers that own some of `params` are collected if only reference cycles keep them alive; else they are
-    closed, with a warning. ParameterError, with nothing registered, for parameters that cannot be offloaded or share
-    memory, and when another optimizer that owns some of `params` is in the middle of a step or belongs to a parent
-    process.
+    beside: parameters that `owner` has already; they may be among `params`, too.
+
+    Other optimizers that own some of `params` are garbage-collected if only reference cycles keep them alive; else they
+    are closed, with a warning. Raises ParameterError, with nothing registered, for parameters that cannot be offloaded
+    or share memory, and if another optimizer that owns some of `params` is in the middle of a step or belongs to a
+    parent process.
     """
     for index, param in enumerate(params, start=len(beside)):
         check_param(shard_of(param), index)
@@ -70,8 +71,11 @@ def _held_by_others(owner: Owner, params: Sequence[torch.Tensor]) -> dict[int, w
 
 
 def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
-    """Closes the optimizers in `held` (see `_held_by_others`). first: number of the new owner's parameters before
-    those, for messages."""
+    """Closes the optimizers in `held` (see `_held_by_others`), with a warning. Raises ParameterError, before any is
+    closed, if one of them is in the middle of a step or belongs to a parent process.
+
+    first: number that messages add to the indices of parameters.
+    """
     others: dict[int, tuple[Owner, list[int]]] = {}
     for index, holder in held.items():
         other = holder()
@@ -111,7 +115,7 @@ def release_ownership(owner: Owner, params: Sequence[torch.Tensor]) -> None:
 
 
 def _check_separate(params: Sequence[torch.Tensor]) -> None:
-    """ParameterError when two parameters share memory: the update of each would undo the update of the other."""
+    """Raises ParameterError if two parameters share memory: the update of each would undo the update of the other."""
     ranges = sorted(
         (param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), index)
         for index, param in enumerate(params)

@@ -47,8 +47,8 @@ class ParameterRecord:
 
 
 class ParameterRecords:
-    """The records of all parameters of an optimizer. As each step compares them, the common case without a change is
-    one comparison of lists."""
+    """The records of all parameters of an optimizer. Each step compares them with the present parameters. Without
+    changes, this is one comparison of lists, and fast."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params: list[torch.nn.Parameter] = []
@@ -84,10 +84,12 @@ class ParameterRecords:
         return next((i for i, (a, b) in enumerate(pairs) if a is not b), min(len(params), len(self._params)))
 
     def are_exchanged(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether parameters were replaced by others whose state cannot be assigned: all of the old parameters are
-        gone, or parameters that are not divided among ranks were replaced by divided ones. Parameters that change their
-        group, or are removed, keep their identity; parameters that are added to those that stay are new, such as a new
-        head."""
+        """Whether parameters were replaced by others to which the old state cannot be assigned: all old parameters are
+        gone, or parameters that are not divided among ranks were replaced by divided ones.
+
+        Parameters that change their group, or are removed, do not count as replaced. Parameters that are added to
+        remaining ones are new parameters, such as a new head.
+        """
         before, now = {id(param): param for param in self._params}, {id(param): param for param in params}
         left = [param for key, param in before.items() if key not in now]
         came = [param for key, param in now.items() if key not in before]
@@ -97,8 +99,8 @@ class ParameterRecords:
         return all_left or (any(map(is_divided, came)) and not all(map(is_divided, left)))
 
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether parameters were replaced (`are_exchanged`), or have other shapes or strides: the order of their state
-        would be another."""
+        """Whether the old state has another order than the present parameters, because these were replaced
+        (`are_exchanged`), or have other shapes or strides."""
         records = {id(param): record for param, record in zip(self._params, self._records, strict=True)}
         known = [(ParameterRecord.of(param), records[id(param)]) for param in params if id(param) in records]
         return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
@@ -112,7 +114,8 @@ class ParameterRecords:
         )
 
     def refusal(self, groups: Sequence[Mapping[str, Any]], index: int) -> ParameterError:
-        """The error for a changed parameter: its name, the change and the remedy. index: its number."""
+        """Returns the error for a changed parameter, with its name, the change and the remedy. index: number of the
+        parameter."""
         params = [param for group in groups for param in group["params"]]
         name = name_of(groups, index)
         if index >= len(params) or index >= len(self._params) or params[index] is not self._params[index]:

@@ -25,7 +25,8 @@ class LocalShard(torch.nn.Parameter):
     as `data`. Its gradients are reduced over ranks before they arrive.
 
     groups: process groups whose ranks have the other shards.
-    tail: number of its last elements that are updated with `Scalars.of_tail`.
+    tail: number of its last elements that are updated with `Scalars.of_tail`: the elements after the last full vector
+        of DeepSpeed's CPU kernel.
     """
 
     groups: Groups
@@ -39,20 +40,20 @@ class LocalShard(torch.nn.Parameter):
 
 
 def tail_of(param: torch.Tensor) -> int:
-    """Number of the last elements of a parameter that are updated separately from the others (`LocalShard.tail`)."""
+    """Number of elements at the end of a parameter that are updated separately from the others (`LocalShard.tail`)."""
     return param.tail if isinstance(param, LocalShard) else 0
 
 
 def is_divided(tensor: torch.Tensor | None) -> TypeGuard[Any]:
-    """Whether the tensor is a DTensor. Does not import the DTensor module, which takes long: without it there is
-    none."""
+    """Whether the tensor is a DTensor. Importing the DTensor module takes long, so it is not imported here: if no other
+    code has imported it, there is no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gradients_are_final(param: torch.Tensor) -> bool:
-    """Whether gradients of this parameter are reduced over ranks when they arrive, and not this rank's part of a
-    sum."""
+    """Whether gradients of this parameter are already reduced over ranks when they arrive. Otherwise each rank has a
+    gradient of its own, which is a part of the sum."""
     return is_divided(param) or isinstance(param, LocalShard)
 
 
@@ -83,7 +84,7 @@ def wrap_like(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def local_part(given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The part of `given` that belongs to this rank's shard of `whole`; both have the same full shape.
 
-    A collective if `given` is divided in another way: then all ranks must call this at the same time.
+    If `given` is divided in another way, the ranks communicate: all of them must then call this at the same time.
     """
     if not is_divided(whole):
         return given.full_tensor() if is_divided(given) else given
@@ -99,8 +100,8 @@ def local_part(given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    """ParameterError for a gradient that is not divided like its weight: its shard has other elements, or sums that are
-    not complete."""
+    """Raises ParameterError if a gradient is divided among ranks in another way than its weight. Its shard would have
+    other elements, or sums that are not complete. index: number of the parameter."""
     forms = [tuple(t.placements) if is_divided(t) else "not divided" for t in (grad, weight)]
     if forms[0] != forms[1]:
         raise ParameterError(
@@ -110,8 +111,8 @@ def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) ->
 
 
 class GradientNorm(Protocol):
-    """Sums squared gradients over ranks: `NormOverRanks`, or an implementation that rounds as another framework
-    does."""
+    """Interface of an object that sums squared gradients over ranks: `NormOverRanks`, or an implementation that rounds
+    as another framework does."""
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:
         """Appends parameters."""
@@ -129,8 +130,8 @@ class NormOverRanks:
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._groups: list[Groups] = []
         self._devices: dict[Groups, torch.device] = {}
-        """By process groups: the device for the all-reduce, with its index, as a lane's thread has another current
-        device."""
+        """Device of the all-reduce, by process groups. It includes the device's index, because the current device of a
+        lane's thread may be another."""
         self.extend(params)
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:

@@ -111,7 +111,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def check_param(param: torch.Tensor, index: int) -> None:
-    """ParameterError when this parameter cannot be offloaded."""
+    """Raises ParameterError if this parameter cannot be offloaded. index: number of the parameter."""
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_FORMATS)
     if param.dtype not in WEIGHT_FORMATS:
         is_double = param.dtype == torch.float64
@@ -135,7 +135,7 @@ def check_param(param: torch.Tensor, index: int) -> None:
 
 
 def check_distinct(params: Sequence[torch.Tensor]) -> None:
-    """ParameterError when a parameter is listed twice: it would be updated twice, or with half of its gradient."""
+    """Raises ParameterError if a parameter is listed twice: it would be updated twice, or with half of its gradient."""
     if len({id(param) for param in params}) != len(params):
         raise ParameterError("A parameter is listed more than once in a param group: list each once.")
 
@@ -172,7 +172,7 @@ def make_subgroups(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int
 
 
 def shift_ids(layouts: Sequence[Layout], *, subgroups: int, groups: int, params: int) -> list[Layout]:
-    """The layouts with all ids shifted by these numbers of subgroups, param groups and parameters."""
+    """Copies of the layouts with these numbers added to the ids of subgroups, param groups and parameters."""
     return [
         replace(layout, id=subgroups + layout.id, group=groups + layout.group, segments=tuple(
             replace(segment, param=params + segment.param) for segment in layout.segments

@@ -1,4 +1,4 @@
-"""Divides bytes and seconds of transfers among the phases of a step in which they were in progress."""
+"""Divides the bytes and seconds of transfers among the phases of a step, by the time in each phase."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TransferTotal:
 
 
 def divide_by_phase(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
-    """Divides one transfer at phase boundaries: phase, bytes and seconds of each part. The parts add up to the
-    whole."""
+    """Divides one transfer at phase boundaries in proportion to time. Yields phase, bytes and seconds of each part; the
+    parts add up to the whole."""
     left = nbytes
     shares = list(split_by_phase(span, phases).items())
     for i, (phase, share) in enumerate(shares):
@@ -36,8 +36,8 @@ def transfers_by_phase(
 ) -> Iterator[tuple[str, Phase, int, float]]:
     """Divides the transfers of one path at phase boundaries: operation, phase, bytes and busy seconds of each part.
 
-    Where two transfers of one operation overlap, the time is counted for the one that began first. Bytes are divided
-    over the whole time of their own transfer.
+    Where two transfers of one operation overlap, the common time is counted once, for the transfer that began first.
+    The bytes of each transfer are divided over its whole duration.
     """
     busy_until: dict[str, float] = {}
     for operation, transfer in sorted(moves, key=lambda move: move[1].start):

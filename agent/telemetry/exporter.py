@@ -23,12 +23,13 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate")
 
 CONNECTIONS: Final = 4
-"""Maximum number of concurrent connections. Each takes a thread and a file descriptor of the training process. A
-further connection closes the oldest one."""
+"""Maximum number of concurrent connections. Each takes a thread and a file descriptor of the training process. When all
+are in use, a new connection closes the oldest one."""
 CONNECTION_SECONDS = 10.0
 """Time limit of a connection, for request and response. A scrape takes milliseconds; a longer connection is closed."""
 CONNECTION_WAIT_SECONDS: Final = 0.05
-"""Time that a further connection waits for another one to end by itself."""
+"""When all connections are in use: time that a new connection waits for another one to end before the oldest is
+closed."""
 POLL_SECONDS: Final = 0.5
 """Poll interval of the accepting thread."""
 
@@ -36,8 +37,8 @@ POLL_SECONDS: Final = 0.5
 class Exporter:
     """Server of one rank's /metrics at `bind`:`port`; port 0 takes a free port.
 
-    answer: a bound method that is called with whether OpenMetrics is wanted, and returns the text. Its object is held
-        weakly: the server ends when the object is collected.
+    answer: bound method that returns the text of the response; its argument is whether the client asks for the
+        OpenMetrics format. Its object is held weakly: the server ends when the object is garbage-collected.
     overhead: `overhead["exporter"]` grows by the CPU seconds that scrapes take.
     strict: ConfigError when the port is taken; otherwise a free port is used.
     """
@@ -83,15 +84,16 @@ def _server(bind: str, port: int, answer: Callable[[bool], bytes], overhead: dic
 
 
 class _OwnerCollectedError(Exception):
-    """Ends the accepting thread: the object whose metrics it serves was garbage-collected."""
+    """Raised in the accepting thread to end the server, because the object whose metrics it serves was
+    garbage-collected."""
 
 
 class _Server(ThreadingHTTPServer):
-    """HTTP server with one thread per connection, at most `CONNECTIONS` of them. All CPU time of the server counts as
-    overhead, not only the collection of metrics."""
+    """HTTP server with one thread per connection, and at most `CONNECTIONS` of them. The overhead includes all CPU time
+    of the server, not only that of collecting the metrics."""
 
     request_queue_size = 16
-    """Connections that wait in the kernel, where they take no file descriptor."""
+    """Number of connections that may wait in the kernel. There they take no file descriptor."""
 
     def __init__(self, bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float]) -> None:
         self.answer = weakref.WeakMethod(answer)
@@ -106,15 +108,15 @@ class _Server(ThreadingHTTPServer):
         super().__init__((bind, port), _Handler)
 
     def serve(self) -> None:
-        """Accepts connections until it is shut down, or the owner of `answer` is collected."""
+        """Accepts connections until the server is shut down, or the owner of `answer` is garbage-collected."""
         try:
             self.serve_forever(POLL_SECONDS)
         except _OwnerCollectedError:
             self.server_close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. OSError, after a delay, when no connection or file descriptor is free: the new
-        connection then waits in the kernel."""
+        """Accepts a connection. If all connections are in use, the oldest one is closed. OSError, after a delay, if
+        none becomes free or no file descriptor is free: the new connection then waits in the kernel."""
         if not self._free_connections.acquire(timeout=CONNECTION_WAIT_SECONDS):
             self._disconnect(self._oldest())
             if not self._free_connections.acquire(timeout=POLL_SECONDS):
@@ -130,7 +132,7 @@ class _Server(ThreadingHTTPServer):
         return accepted
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection and frees its place."""
+        """Closes a connection, so that another one can be accepted."""
         with self._counting:
             opened_at = self._open.pop(request, None)
         try:
@@ -152,8 +154,8 @@ class _Server(ThreadingHTTPServer):
             log.error("a scrape of /metrics failed", exc_info=error, extra=event("scrape_failed"))
 
     def service_actions(self) -> None:
-        """Runs in every iteration of the accepting thread's loop: counts CPU time, ends the server whose owner is
-        collected, and closes a connection that is open for too long."""
+        """Called in every iteration of the accepting thread's loop. Counts CPU time, ends the server if the owner of
+        `answer` is garbage-collected, and closes a connection that is open for too long."""
         before, self._accepting = self._accepting, time.thread_time()
         self._count(self._accepting - before)
         if self.answer() is None:

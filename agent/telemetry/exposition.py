@@ -1,7 +1,7 @@
 """Text format of all metrics for Prometheus, with cached series names and headers.
 
-prometheus_client's encoders escape every label of every sample at each scrape, which took 7 ms of a core for 335
-series. The tests compare this text with theirs, byte for byte.
+prometheus_client's own encoders would escape every label of every sample at each scrape, which took 7 ms of a core for
+335 series. Tests check that the text is equal to theirs, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class Exposition:
-    """Writer of the text format for the families of a rank; those of storage paths only if the rank has any. Not to be
-    shared between threads."""
+    """Writes all metrics of a rank in the text format. Metrics of storage paths are included only if the rank has
+    paths. Not to be shared between threads."""
 
     def __init__(self, has_paths: bool) -> None:
         self._families = [metric for metric in METRICS if metric.needs != "paths" or has_paths]
@@ -33,8 +33,8 @@ class Exposition:
         self._buckets: dict[str, dict[Labels, tuple[str, ...]]] = {metric.name: {} for metric in self._families}
 
     def text(self, metrics: MetricStore, openmetrics: bool) -> bytes:
-        """All metrics in Prometheus's text format or, if `openmetrics`, as OpenMetrics with the newest observation of a
-        bucket as its exemplar."""
+        """Text of all metrics in Prometheus's format or, with `openmetrics`, in the OpenMetrics format. There each
+        histogram bucket has its newest observation as exemplar."""
         out: list[str] = []
         for metric in self._families:
             if metric.type == "histogram":

@@ -18,15 +18,16 @@ log = logging.getLogger("tidegate.gpu")
 COMPARE_SECONDS: Final = 10.0
 """Interval of the comparisons."""
 COMPARE_WINDOW: Final = 30
-"""Number of comparisons that a discrepancy covers: five minutes, so that the running step, whose bytes are not counted
-yet, has little weight."""
+"""Number of comparisons that a discrepancy covers, five minutes. The window is long because the bytes of the running
+step are in NVML's count, but not yet in Tidegate's."""
 MIN_COMPARED_BYTES: Final = 1 << 20
 """Least number of NVML's bytes for which a discrepancy is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """Newest readings. PCIe values are by direction; empty or None where NVML has no value."""
+    """Newest readings of NVML. PCIe values are by direction. Mappings are empty, and the utilization is None, where
+    NVML has no value."""
 
     source: str = ""
     utilization_ratio: float | None = None
@@ -34,15 +35,15 @@ class GpuFigures:
     """Bytes by direction since sampling began."""
     pcie_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     discrepancy: Mapping[str, float] = field(default_factory=dict)
-    """(NVML's bytes - counted bytes) / NVML's bytes, by direction."""
+    """Relative difference by direction: (bytes of NVML - bytes counted by Tidegate) / bytes of NVML."""
 
 
 class GpuSampler:
     """Thread that reads NVML periodically. `figures` may be read from any thread.
 
-    open_gpu: returns the open GPU; None where NVML has no figures. It may block for some 40 ms.
-    counted: returns the bytes that Tidegate copied so far, by direction.
-    wanted: returns False when the thread should end.
+    open_gpu: function that opens the GPU; it returns None where NVML has no figures. It may block for some 40 ms.
+    counted: function that returns the bytes that Tidegate has copied so far, by direction.
+    wanted: function that returns False when the thread should end.
 
     All calls of NVML are made by the thread, `open_gpu` included. The thread ends when it is closed, or `wanted`
     returns False.
@@ -91,7 +92,7 @@ class GpuSampler:
                 gpu.close()
 
     def sample(self, gpu: Gpu, now: float) -> None:
-        """Takes one reading at `now`, in seconds on the monotonic clock."""
+        """Takes one reading and updates `figures`. `now`: seconds on the monotonic clock."""
         before, source = self.figures, gpu.pcie
         pcie = source.read(now) if source is not None else PcieReading()
         nbytes = add_by_direction(before.pcie_bytes, pcie.nbytes)
@@ -112,7 +113,8 @@ class GpuSampler:
         )
 
     def _compare(self, nbytes: Mapping[str, int]) -> dict[str, float]:
-        """Discrepancy by direction over the window; directions with few bytes are left out."""
+        """Discrepancy by direction over the window. Directions with fewer bytes than MIN_COMPARED_BYTES are left
+        out."""
         counted = self._counted()
         self._compared.append((nbytes, counted))
         first_nvml, first_counted = self._compared[0]

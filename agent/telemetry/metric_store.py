@@ -27,8 +27,8 @@ class Exemplar:
 
 @dataclass
 class Histogram:
-    """Histogram of one series. `counts[i]` counts observations above `bounds[i - 1]` and up to `bounds[i]`, the last
-    count those above all bounds."""
+    """Histogram of one series. `counts[i]` is the number of observations above `bounds[i - 1]` and up to `bounds[i]`;
+    the last count is that of observations above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -49,7 +49,7 @@ class Histogram:
 
 
 class MetricStore:
-    """Series of all metrics, with one method for each way to update them. Families are named as in the catalogue;
+    """Series of all metrics, with methods to update them. `name` is always the name of a metric in the catalogue;
     KeyError for another name.
 
     Not thread-safe: callers that share it must lock it.
@@ -61,33 +61,35 @@ class MetricStore:
         self._with_pending: dict[str, dict[Labels, float]] = {}
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Adds to a counter that is counted in this store."""
+        """Adds `amount` to a counter whose total is kept in this store."""
         rows = self._rows[name]
         rows[labels] = rows.get(labels, 0) + amount
 
     def set_series(self, name: str, rows: Mapping[Labels, float]) -> None:
-        """Sets all series of a gauge, or of a counter that is counted elsewhere, to their present values."""
+        """Replaces all series of a gauge, or of a counter whose total is kept elsewhere, by `rows`."""
         series = self._rows[name]
         series.clear()
         series.update(rows)
 
     def set_value(self, name: str, value: float | None) -> None:
-        """Sets a gauge or an external counter without labels; None removes its value."""
+        """Sets a gauge without labels, or a counter without labels whose total is kept elsewhere. None removes the
+        value."""
         self.set_series(name, {} if value is None else {(): value})
 
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
-        """Adds one observation to a histogram, with the number of its step."""
+        """Adds one observation to a histogram. `step`: number of its step, with which it becomes the exemplar of its
+        bucket; None for no exemplar. `timestamp`: seconds since the epoch; 0 for now."""
         series = self._histograms[name]
         if labels not in series:
             series[labels] = Histogram(_BUCKETS[name])
         series[labels].observe(value, None if step is None else Exemplar(step, value, timestamp or time.time()))
 
     def set_pending(self, name: str, rows: Mapping[Labels, float]) -> None:
-        """Sets the amounts by which a counter is ahead of its total: work in progress that `add` will count when it has
-        ended.
+        """Sets amounts that are shown in addition to a counter's total: work in progress, which `add` will count when
+        it has ended.
 
-        A shown value never decreases, neither when `add` counts the pending amounts, nor when they turn out a little
-        smaller.
+        The shown sum never decreases, even if the amount that `add` counts at the end is a little smaller than the
+        pending one.
         """
         totals, shown = self._rows[name], self._with_pending.setdefault(name, {})
         for labels in totals.keys() | rows.keys():
@@ -95,11 +97,11 @@ class MetricStore:
             shown[labels] = max(shown.get(labels, 0), value)
 
     def rows(self, name: str) -> Mapping[Labels, float]:
-        """Series of a counter or gauge, without pending amounts."""
+        """Series of a counter or gauge, without the amounts of `set_pending`."""
         return self._rows[name]
 
     def rows_with_pending(self, name: str) -> Mapping[Labels, float]:
-        """Series of a counter or gauge, including pending amounts."""
+        """Series of a counter or gauge, including the amounts of `set_pending`."""
         return self._with_pending.get(name) or self._rows[name]
 
     def histograms(self, name: str) -> Mapping[Labels, Histogram]:

@@ -3,11 +3,12 @@
 Directions are the host's: what the GPU receives (RX) is `h2d`, what it sends (TX) is `d2h`. There are three sources of
 PCIe bytes:
 
-- `fields`: byte counters (field values 197 and 198). They may wrap at 32 bits, whatever their type is, and 4 GiB pass
-  in less than a tenth of a second. A reading that comes too late to exclude a second wrap is a gap, whose bytes are
-  unknown. A value that needs more than 32 bits proves that the counter has 64.
-- `gpm`: mean speed between two readings (Hopper and later), so that no bytes are missed.
-- `throughput`: speed in a window of 20 ms, for which the call blocks: it cannot give sums of bytes.
+- `fields`: byte counters (field values 197 and 198). They may wrap at 32 bits, even if NVML gives them a 64-bit type,
+  and 4 GiB pass in less than a tenth of a second. If 4 GiB or more may have passed since the previous reading, the
+  number of bytes is unknown (a gap). A value that needs more than 32 bits proves that the counter has 64.
+- `gpm`: mean speed between two readings (Hopper and later). The readings follow each other directly, so all bytes are
+  counted.
+- `throughput`: speed in a window of 20 ms, for which the call blocks. Sums of bytes cannot be computed from it.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from tidegate.metrics.family import DIRECTIONS
 log = logging.getLogger("tidegate.gpu")
 
 FIELDS: Final = {"h2d": 198, "d2h": 197}
-"""NVML's field values of the PCIe byte counters."""
+"""NVML's ids of the fields with the PCIe byte counters, by direction."""
 GPM_METRICS: Final = {"h2d": 21, "d2h": 20}
-"""NVML's GPM metrics of PCIe speeds."""
+"""NVML's ids of the GPM metrics for PCIe speeds, by direction."""
 MAX_LINK_BYTES_PER_SECOND: Final = 64e9
-"""PCIe 5.0 with 16 lanes. A faster link has 64-bit counters."""
+"""Highest speed of a link whose counters may have 32 bits: PCIe 5.0 with 16 lanes. Faster links have 64-bit
+counters."""
 WRAP_PERIOD_SECONDS: Final = 0.04
-"""Interval of readings of 32-bit counters: they wrap after 67 ms at the earliest."""
+"""Interval in seconds between readings of 32-bit counters, which wrap after 67 ms at the earliest."""
 PERIOD_SECONDS: Final = 1.0
-"""Interval of all other readings."""
+"""Interval in seconds between readings of all other sources."""
 
 
 @dataclass(frozen=True)
 class PcieReading:
-    """Result of one reading of the PCIe bytes, by direction; empty where nothing is known."""
+    """Result of one reading of the PCIe bytes. The mappings are by direction, and empty where NVML has no value."""
 
     nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes since the previous reading."""
     bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     gap: bool = False
-    """Whether bytes since the previous reading are unknown."""
+    """Whether the number of bytes since the previous reading is unknown."""
 
 
 class PcieSource(Protocol):
@@ -53,23 +55,24 @@ class PcieSource(Protocol):
 
     @property
     def period_seconds(self) -> float:
-        """Longest pause in seconds between two readings that loses no bytes."""
+        """Longest pause in seconds between two readings without a loss of bytes."""
 
     def read(self, now: float) -> PcieReading:
-        """Takes a reading at `now`, in seconds on the monotonic clock. NVMLError when the GPU no longer answers."""
+        """Takes a reading at `now` (seconds, monotonic clock). NVMLError when the GPU does not respond."""
 
 
 @dataclass
 class WrappingCounter:
-    """Counter that wraps at `bits` bits: 32, until a value is seen that needs 64. It gives the bytes between two
-    readings."""
+    """Counter that wraps at `bits` bits. `bits` becomes 64 when a value needs more than 32 bits. From two readings it
+    computes the bytes between them."""
 
     bits: int
     _last: tuple[float, int] | None = None
 
     def bytes_since_last(self, now: float, value: int) -> int | None:
-        """Bytes since the previous reading. None at the first reading and after a gap: a pause that is too long for 32
-        bits, or a 64-bit counter that decreased."""
+        """Bytes since the previous reading. None at the first reading, and when the bytes are unknown: for a 32-bit
+        counter after a pause in which 2^32 bytes or more may have been transferred, for a 64-bit counter when it has
+        decreased."""
         if value >= 2**32:
             self.bits = 64
         before, self._last = self._last, (now, value)
@@ -84,7 +87,7 @@ class WrappingCounter:
 
 
 class _Fields:
-    """PCIe byte counters (`fields`)."""
+    """Source of PCIe bytes: byte counters (`fields`)."""
 
     name = "fields"
 
@@ -105,13 +108,13 @@ class _Fields:
         return PERIOD_SECONDS if is_wide else WRAP_PERIOD_SECONDS
 
     def _detect_width(self, values: Mapping[str, int]) -> None:
-        """Sets both counters to 64 bits when one of them has a value that needs more than 32."""
+        """Sets both counters to 64 bits when the value of one of them needs more than 32 bits."""
         if max(values.values()) >= 2**32:
             for counter in self._counters.values():
                 counter.bits = 64
 
     def _values(self) -> dict[str, int]:
-        """Present values of the counters, by direction. NVMLError when NVML has none."""
+        """Reads the present values of the counters, by direction. NVMLError when NVML has none."""
         fields = self._nvml.nvmlDeviceGetFieldValues(self._handle, list(FIELDS.values()))
         values: dict[str, int] = {}
         for direction, value in zip(FIELDS, fields, strict=True):
@@ -136,7 +139,7 @@ class _Fields:
 
 
 class _Gpm:
-    """Mean PCIe speeds between two GPM samples (`gpm`)."""
+    """Source of PCIe bytes: mean speeds between two GPM samples (`gpm`)."""
 
     name = "gpm"
     period_seconds = PERIOD_SECONDS
@@ -180,7 +183,7 @@ class _Gpm:
 
 
 class _Throughput:
-    """Present PCIe speeds (`throughput`)."""
+    """Source of present PCIe speeds (`throughput`), without bytes."""
 
     name = "throughput"
     period_seconds = PERIOD_SECONDS
@@ -204,7 +207,8 @@ class Gpu:
     """NVML's access to one GPU, open until `close`. Not to be shared between threads: a reading may block for 40 ms."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        """NVMLError when NVML does not know it, DividedGpuError when it is a part of a GPU."""
+        """Opens the GPU with this UUID. NVMLError when NVML does not know the UUID, DividedGpuError when it belongs to
+        a part of a GPU (MIG)."""
         self._nvml = nvml
         nvml.nvmlInit()
         try:
@@ -216,8 +220,8 @@ class Gpu:
         self._knows_utilization = True
 
     def _physical_handle(self, uuid: str) -> Any:
-        """NVML's handle of the whole GPU. DividedGpuError for a part of a GPU: depending on its version, CUDA reports
-        the UUID of the part or that of the whole GPU."""
+        """NVML's handle of the whole GPU. DividedGpuError when the process uses a part of a GPU (MIG): CUDA then
+        reports the UUID of the part or of the whole GPU, depending on its version, and both are recognised."""
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -249,7 +253,7 @@ class Gpu:
             return None
 
     def utilization_ratio(self) -> float | None:
-        """Share of the last sample period in which a kernel ran; None where NVML has no value."""
+        """Share of NVML's last sample period in which a kernel ran on the GPU; None where NVML has no value."""
         if not self._knows_utilization:
             return None
         try:
@@ -292,5 +296,5 @@ def open_gpu(uuid: str) -> Gpu | None:
 def add_by_direction(
     earlier: Mapping[str, int], more: Mapping[str, int], ways: Sequence[str] = DIRECTIONS
 ) -> dict[str, int]:
-    """Adds two mappings by direction; directions that are in neither are left out."""
+    """Adds two mappings by direction. `ways`: directions to include; those that are in neither mapping are left out."""
     return {way: earlier.get(way, 0) + more.get(way, 0) for way in ways if way in earlier or way in more}

@@ -29,7 +29,7 @@ WRITE_RATE_WINDOW_SECONDS: Final = 3_600.0
 WRITE_RATE_SAMPLE_SECONDS: Final = 30.0
 """Least time between two samples in the window."""
 MIN_WRITE_RATE_SECONDS: Final = 10.0
-"""Least measured time before a daily rate is extrapolated: the first steps are not typical."""
+"""Least measured time in seconds before a daily rate is extrapolated, because the first steps are not typical."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PathSample:
     name: str
     moves: tuple[tuple[str, Transfer], ...]
     free_bytes: int | None
-    """None without a known limit."""
+    """Free bytes at the end of the step; None for a path without a known limit."""
     nbytes: Mapping[str, int]
     lock_wait_seconds: Mapping[str, float]
     errors: Mapping[str, int]
@@ -48,20 +48,20 @@ class PathSample:
     written_bytes_per_day: float | None
     retired: bool = False
     capacity_subgroups: int | None = None
-    """None without a known limit."""
+    """Number of subgroups that the path can hold; None for a path without a known limit."""
 
 
 class WriteRate:
-    """Bytes written per day, extrapolated from the last hour. A warning is logged, once, when they exceed `limit` (0:
-    no limit)."""
+    """Measures the bytes written to a path per day, extrapolated from the last hour. If they exceed `limit`, a warning
+    is logged, once; 0 for no limit."""
 
     def __init__(self, path: str, limit: int, now: float, written: int) -> None:
         self._path, self._limit = path, limit
         self._samples: deque[tuple[float, int]] = deque([(now, written)])
 
     def per_day(self, now: float, written: int) -> float | None:
-        """Bytes per day, given `written` bytes so far at `now` (seconds, monotonic clock); None in the first
-        seconds."""
+        """Adds a measurement and returns the bytes per day. `now`: seconds on the monotonic clock. `written`: bytes
+        written so far. None in the first MIN_WEAR_SECONDS seconds."""
         samples = self._samples
         if now - samples[-1][0] >= WRITE_RATE_SAMPLE_SECONDS:
             samples.append((now, written))
@@ -95,7 +95,8 @@ class PathSampler:
             if isinstance(path, StoragePath)  # drives of an object store are the operator's responsibility
         }
         self.capacities = {name: _capacity_bytes(path) for name, path in store.paths.items()}
-        """Capacity of each path in bytes. Read once: a file system that hangs must not delay a scrape."""
+        """Capacity of each path in bytes. It is read only once, because a read from a file system that hangs would
+        delay a scrape."""
         for path in store.paths.values():
             path.counters.moves.clear()  # earlier transfers belong to no recorded phase
 
@@ -128,7 +129,8 @@ class PathSampler:
 
 
 def _free_bytes(path: StoragePath | ObjectPath) -> int | None:
-    """Free bytes of a path; 0 when its directory is gone, so that the other figures of the step are still reported."""
+    """Free bytes of a path. 0 when its directory is gone, so that a failing path does not prevent the report of the
+    step."""
     try:
         return path.free_bytes
     except OSError:
@@ -144,9 +146,10 @@ def _capacity_bytes(path: StoragePath | ObjectPath) -> int:
 
 
 def path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
-    """Bytes and busy time by path, operation and phase. A transfer across a phase boundary is divided by time.
+    """Bytes and busy time by path, operation and phase. A transfer that crosses a phase boundary is divided in
+    proportion to the time.
 
-    A lane may have two transfers in progress: the time is then counted once.
+    If a lane has two transfers in progress at once, the time is counted once.
     """
     rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
     for sample in samples:
@@ -163,7 +166,7 @@ def path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tup
 
 
 def path_states(samples: Sequence[PathSample]) -> tuple[PathState, ...]:
-    """State of each path at the end of the step."""
+    """State of each path at the end of the step, for the report."""
     return tuple(
         PathState(
             path=sample.name,

@@ -1,4 +1,5 @@
-"""Forecast of the phases of the next step: the update from the simulator, the others as medians of past steps."""
+"""Forecast of the duration of each phase of the next step: the update from the simulator, the other phases as medians
+of past steps."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ TYPICAL_STEPS: Final = 20
 
 
 class PhaseForecast:
-    """Medians of the last TYPICAL_STEPS steps, for each phase that does not depend on knobs."""
+    """Forecast of the durations of the phases that do not depend on knobs: medians over the last TYPICAL_STEPS
+    steps."""
 
     def __init__(self) -> None:
         self._measured: dict[str, deque[float]] = {phase: deque(maxlen=TYPICAL_STEPS) for phase in STEADY_PHASES}
@@ -26,6 +28,7 @@ class PhaseForecast:
                 measured.append(phase_seconds[phase])
 
     def with_update(self, seconds: float | None) -> dict[str, float]:
-        """Forecast in seconds by phase, with `seconds` for the update; phases without a forecast are omitted."""
+        """Forecast in seconds by phase. `seconds`: forecast of the update; None to leave it out. Phases that were not
+        measured yet are omitted."""
         medians = {phase: median(measured) for phase, measured in self._measured.items() if measured}
         return medians if seconds is None else {**medians, "update": seconds}

@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 
 class RecentPlans(Generic[T]):
-    """LRU cache by plan: a plan that ran only once does not displace one that runs every other step. Plans are compared
-    by identity: comparing their content costs more than recomputing the cached value."""
+    """LRU cache with plans as keys. It has room for two plans that take turns and drops the plan whose value was not
+    used for the longest time. Plans are compared by identity, because comparing their content costs more than computing
+    the value again."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Plan, T]] = deque(maxlen=RECENT_PLANS)

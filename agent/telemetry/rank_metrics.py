@@ -17,13 +17,13 @@ from tidegate.metrics.family import DIRECTIONS
 
 
 class RankMetrics:
-    """Serves a rank's metrics until it is closed or garbage-collected.
+    """Serves a rank's metrics until it is closed or garbage-collected. ConfigError when no port can be opened.
 
     port: port of /metrics.
-    generation: generation of the knobs, set by the code that applies them.
-    thread_failures: failures of the link's threads, counted by them.
-    overhead: CPU seconds by part; the tuner and the link add to it.
-    strict: ConfigError when the port is taken; otherwise another port is used. ConfigError when no port can be opened.
+    generation: generation of the knobs; the code that applies knobs sets it.
+    thread_failures: number of failures of the threads of the link to the daemon; the attachment sets it.
+    overhead: CPU seconds by part; the attachment sets those of the tuner and the link.
+    strict: ConfigError when the port is taken; otherwise another port is used.
     """
 
     def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:

@@ -36,18 +36,19 @@ from tidegate.wire.step import StepReport
 log = logging.getLogger("tidegate")
 
 MAX_UNREPORTED_STEPS = 256
-"""Reports kept for the daemon; older ones are discarded."""
+"""Maximum number of step reports that wait to be sent to the daemon. The oldest ones are discarded."""
 MAX_UNPROCESSED_STEPS = 16
-"""Number of recorded steps after which the training thread processes them itself, if no reader has."""
+"""Maximum number of steps that are recorded but not processed yet. When it is reached, the training thread processes
+them."""
 PREDICTION_SHARE = 1e-4
-"""Largest share of the time that predictions may take while the plan stays the same: a plan of 100 ops is predicted
-every few seconds, a larger one less often."""
+"""Largest share of time that the computation of predictions may take while the plan stays the same. For a plan of 100
+ops a prediction is computed every few seconds, for a larger plan less often."""
 
 
 @dataclass
 class _Prediction:
-    """Prediction of one plan's update. `refresh_at`: time on the monotonic clock, in seconds, before which it is not
-    computed again."""
+    """Predicted seconds of the update with one plan. `refresh_at`: time on the monotonic clock, in seconds, from which
+    the prediction is computed again."""
 
     seconds: float | None = None
     refresh_at: float = 0.0
@@ -55,36 +56,36 @@ class _Prediction:
 
 @dataclass
 class Totals:
-    """Totals of the run that are not metrics."""
+    """Sums and last values of the run that are not in the metrics."""
 
     steps: int = 0
-    """Number of the last step."""
+    """Number of the last processed step."""
     last: StepReport | None = None
     predicted_update_seconds: float | None = None
     """Prediction for the plan that ran last."""
     prediction_error: float | None = None
     gradient_arrival: GradientArrival = field(default_factory=GradientArrival)
-    """Sums over all steps that were not skipped."""
+    """Statistics of how gradients arrived, summed over all steps that were not skipped."""
 
 
 class Recorder:
-    """Records finished steps. The training thread only stores the raw data of each step; reports and metrics are
-    computed for a few steps at a time.
+    """Records finished steps. The training thread only stores the raw data of each step. Reports and metrics are
+    computed later, for several steps at a time.
 
-    The first reader of figures processes the steps recorded so far. That is cheaper than processing one step at a time,
-    when the processor's caches are cold, and it mostly takes no time of the training thread. `lock` guards the data
-    that several threads read.
+    When a thread reads figures, it first processes all steps that were recorded since the last read. That takes less
+    time in total than processing each step at its end, when the processor's caches are cold, and mostly no time of the
+    training thread. `lock` guards the data that several threads read.
     """
 
     def __init__(self, optimizer: AdamW) -> None:
         self.lock = threading.RLock()
         self.steps = 0
-        """Number of recorded steps."""
+        """Number of steps recorded since this recorder was created."""
         self.number = optimizer.num_steps
         """Number of the last recorded step, as the optimizer counts."""
         self.last_step: FinishedStep | None = None
         self.cpu_seconds = 0.0
-        """CPU seconds of the training thread used for recording so far, the phase clock included."""
+        """CPU seconds that the training thread has used for recording, including the phase clock."""
         self.metrics = MetricStore()
         """Metrics of finished steps and of the current state; guarded by `lock`."""
         self._optimizer = optimizer
@@ -103,8 +104,8 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Starts over for a new device or new paths, on which no step has run: the present rates come from a saved
-        calibration."""
+        """Restarts the measurement of rates and paths for a new device or new paths. Until a step has run, the rates
+        are those of a saved calibration, if there is one."""
         store, residences = self._optimizer.engine.store, self._optimizer.engine.residences
         with self.lock:
             self._paths = PathSampler(store, residences) if store is not None and residences is not None else None
@@ -112,8 +113,8 @@ class Recorder:
             self._live = LiveRates(_saved_card(self._optimizer))
 
     def count_from(self, steps: int) -> None:
-        """Continues at another number of steps, after the optimizer loaded another state. Unreported older steps are
-        discarded."""
+        """Sets the number of the last step, after the optimizer loaded another state. Steps that were not reported yet
+        are discarded."""
         with self.lock:
             self.catch_up()
             self._unreported.clear()
@@ -121,7 +122,8 @@ class Recorder:
             self.last_step = None
 
     def record(self, result: StepResult, phases: StepPhases) -> None:
-        """Called when a step has ended."""
+        """Records a finished step: stores its raw data, and processes it later. Called by the training thread at the
+        end of each step."""
         began = time.thread_time()
         self.steps += 1
         self.number += 1
@@ -142,28 +144,28 @@ class Recorder:
         return self._totals
 
     def rows(self, family: str) -> dict[Labels, float]:
-        """A counter or gauge of finished steps, by label values."""
+        """Values of a counter or gauge after all recorded steps, by label values."""
         with self.lock:
             self.catch_up()
             return dict(self.metrics.rows(family))
 
     def seconds(self, family: str) -> dict[Labels, float]:
-        """Sums of all observations of a histogram of finished steps, by label values."""
+        """Sums of all observations of a histogram after all recorded steps, by label values."""
         with self.lock:
             self.catch_up()
             return {labels: histogram.total for labels, histogram in self.metrics.histograms(family).items()}
 
     @property
     def rates(self) -> RateCard | None:
-        """Rate card from the last steps (`LiveRates`); before the first step, the card that `tidegate calibrate`
-        saved."""
+        """Rate card measured in the last steps (`LiveRates`). Before the first step it is the card that `tidegate
+        calibrate` saved; None if there is none."""
         self.catch_up()
         with self.lock:
             return self._live_rates()
 
     @property
     def recalibrations(self) -> int:
-        """Number of rates that were measured again after a lasting change, over the processed steps."""
+        """Number of rates that have changed permanently in the processed steps, and were therefore measured again."""
         return self._live.recalibrations
 
     @property
@@ -180,8 +182,8 @@ class Recorder:
         return taken
 
     def give_back(self, steps: Sequence[StepReport]) -> None:
-        """Puts back reports that could not be delivered: they come first next time. The oldest are discarded when there
-        are too many."""
+        """Takes back reports that could not be delivered: the next `take_unreported` returns them first. The oldest
+        reports are discarded when there are too many."""
         with self.lock:
             newer = list(self._unreported)
             self._unreported.clear()
@@ -202,7 +204,7 @@ class Recorder:
         )
 
     def catch_up(self) -> None:
-        """Computes reports and metrics of all recorded steps."""
+        """Processes all recorded steps: computes their reports and metrics."""
         with self.lock:
             while self._unprocessed:
                 step = self._unprocessed.popleft()
@@ -238,8 +240,8 @@ class Recorder:
         return card if card is None or store is None else card.with_paths(store.speeds)
 
     def _predict(self, plan: Plan, prediction: _Prediction) -> None:
-        """Predicts the seconds of the next update with this plan from the live rates, unless the last prediction is
-        recent."""
+        """Predicts the seconds of the next update with this plan from the live rates, and stores them in `prediction`.
+        Does nothing before `prediction.refresh_at`."""
         began = time.monotonic()
         if began < prediction.refresh_at or (rates := self._live_rates()) is None:
             return
@@ -256,7 +258,7 @@ class Recorder:
 
 
 def _ran(step: FinishedStep) -> StepTrace | None:
-    """Spans of a step for `LiveRates`; None for a skipped step."""
+    """The step's spans and dependencies as input of `LiveRates`; None for a skipped step."""
     result = step.result
     called = next((span.start for span in step.phases.spans if span.phase == "update"), None)
     return (

@@ -46,7 +46,7 @@ def report_of(step: FinishedStep) -> StepReport:
 
 
 def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> UpdateFigures:
-    """Figures of a step as input of `verdict`."""
+    """The figures of one step as input of the function `verdict`. `delivery`: how the gradients arrived."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
         (f"{row.path}:{row.operation}", row) for row in report.paths
@@ -78,7 +78,8 @@ def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> Updat
 
 
 def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
-    """Stall seconds: of the update by cause; of other phases the time that hooks blocked the training thread."""
+    """Stall seconds of a step. For the update: by cause. For other phases: time in which hooks blocked the training
+    thread."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for cause, waited in exposed_waits(step.monotonic_timeline).items():
         seconds["update", cause] += waited
@@ -89,7 +90,8 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
-    """Bytes and busy time by direction, phase and content. A copy across a phase boundary is divided by time."""
+    """Bytes and busy time of the link between host and device, by direction, phase and content. A copy that crosses a
+    phase boundary is divided in proportion to the time."""
     rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
     starts = [phase.start for phase in phases]
     at: Phase = "other"
@@ -118,7 +120,7 @@ def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[Link
 
 
 def _updated(spans: Sequence[Span]) -> dict[str, int]:
-    """Number of parameters updated by each processor."""
+    """Number of parameters updated on the CPU and on the device."""
     numel = {OpKind.CPU_UPDATE: 0, OpKind.DEVICE_UPDATE: 0}
     for span in spans:
         if span.kind in numel:

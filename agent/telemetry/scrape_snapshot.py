@@ -1,4 +1,5 @@
-"""Metrics of the current state, read at each scrape, so that an update of minutes or a read that hangs is visible."""
+"""Metrics of the current state, read at each scrape. They make a long update or a hanging read visible before the step
+has ended."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ from tidegate.timeline.timeline import PHASES, PhaseSpan
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentPath:
-    """Current state of one storage path, without values that belong to a step."""
+    """Current state of one storage path. Values that are measured once per step are not included."""
 
     counters: PathCounters
     lock_timeouts: int
     retired: bool
     capacity_bytes: int
-    """0 when its directory is gone, or without a known limit."""
+    """Capacity in bytes; 0 for a path without a known limit, or whose directory is gone."""
     wear_bytes_per_day: int
-    """Limit from the settings; 0 for no limit."""
+    """Limit of bytes written per day, from the settings; 0 for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentState:
-    """All values of a rank that change between the ends of two steps. Times are on the monotonic clock."""
+    """All values of a rank that change during a step. Times are on the monotonic clock."""
 
     now: float
     phases: tuple[PhaseSpan, ...]
@@ -48,18 +49,18 @@ class CurrentState:
     overhead_seconds: Mapping[str, float]
     device_capacity_bytes: int
     process_io_bytes: Mapping[str, int]
-    """Bytes by operation; empty where the kernel does not report them."""
+    """Bytes by operation (read or write); empty where the kernel does not report them."""
     gpu: GpuFigures = field(default_factory=GpuFigures)
     thread_failures: int = 0
-    """Failures of the threads that communicate with the daemon."""
+    """Number of failures of the threads that communicate with the daemon."""
 
 
 def read_current_state(
     optimizer: AdamW, capacities: Mapping[str, int], generation: int, overhead: Mapping[str, float], gpu: GpuFigures,
     thread_failures: int = 0,
 ) -> CurrentState:  # fmt: skip
-    """Reads the current state; may be called from any thread. `capacities`: capacity of each path in bytes, which does
-    not change."""
+    """Reads the current state; may be called from any thread. `capacities`: capacity of each path in bytes, read once
+    at the start."""
     phases = optimizer.phases_so_far()
     return CurrentState(
         now=time.monotonic(),
@@ -77,7 +78,7 @@ def read_current_state(
 
 
 def _process_io() -> dict[str, int]:
-    """Bytes that the process read and wrote; empty where the kernel does not report them."""
+    """Bytes that this process has read from and written to storage; empty where the kernel does not report them."""
     try:
         counters = psutil.Process().io_counters()
     except (psutil.Error, OSError):
@@ -123,7 +124,7 @@ def update_metrics(metrics: MetricStore, current: CurrentState) -> None:
 
 
 def _control(metrics: MetricStore, current: CurrentState) -> None:
-    """Knobs, generation and path shares."""
+    """Sets the metrics of knobs, generation and path shares."""
     states = (("desired", current.desired), ("effective", current.effective))
     metrics.set_series(
         "tidegate_knob",
@@ -155,14 +156,14 @@ def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
 
 
 def _shares(tier_split: KnobValue, paths: Sequence[str]) -> dict[str, float]:
-    """Share of state on each path; empty while `tier_split` is `auto` or `eq1`, or all weights are 0."""
+    """Share of the state that each path gets. Empty if `tier_split` is `auto` or `eq1`, or all its weights are 0."""
     weights = {} if tier_split in (AUTO, EQ1) else weights_of(str(tier_split))
     total = sum(weights.values())
     return {path: weights.get(path, 0.0) / total for path in paths} if total else {}
 
 
 def _paths(metrics: MetricStore, current: CurrentState) -> None:
-    """Counters and limits of storage paths."""
+    """Sets the metrics of storage paths: counters and limits."""
     paths = current.paths
     for counter in ("lock_wait_seconds", "errors", "retries"):
         rows: dict[Labels, float] = {
@@ -182,7 +183,8 @@ def _paths(metrics: MetricStore, current: CurrentState) -> None:
 
 
 def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
-    """Transfers of a step that is not recorded yet: ended ones, and running ones up to now."""
+    """Sets the metrics of transfers in the step that is not recorded yet: ended transfers, and the time so far of
+    running ones."""
     moved: defaultdict[Labels, float] = defaultdict(float)
     busy: defaultdict[Labels, float] = defaultdict(float)
     longest: dict[Labels, float] = {(path, op): 0.0 for path in current.paths for op in PATH_OPERATIONS}
@@ -203,13 +205,14 @@ def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
 
 
 def _ended(counters: PathCounters, phases: Sequence[PhaseSpan]) -> list[tuple[str, Transfer]]:
-    """Ended transfers inside these phases. Other transfers are counted at the end of their step."""
+    """Transfers that began and ended inside these phases. Other transfers are counted when their step ends."""
     first, last = phases[0].start, phases[-1].end
     return [move for move in counters.moves.copy() if first <= move[1].start and move[1].end <= last]
 
 
 def _open(open_since: Iterable[tuple[str, float]], phases: Sequence[PhaseSpan]) -> Iterator[tuple[str, Transfer]]:
-    """Running transfers, clipped to these phases, with 0 bytes: their bytes are counted when they have ended."""
+    """Running transfers, cut to the time of these phases, with 0 bytes: bytes are counted when the transfer has ended.
+    `open_since`: operation and start time of each."""
     first, now = phases[0].start, phases[-1].end
     for operation, since in open_since:
         if since < now:
@@ -217,7 +220,7 @@ def _open(open_since: Iterable[tuple[str, float]], phases: Sequence[PhaseSpan]) 
 
 
 def _gpu(metrics: MetricStore, gpu: GpuFigures) -> None:
-    """Readings of NVML."""
+    """Sets the metrics of the GPU from NVML's readings."""
     metrics.set_value("tidegate_gpu_utilization_ratio", gpu.utilization_ratio)
     speeds, nbytes, source = gpu.pcie_bytes_per_second, gpu.pcie_bytes, gpu.source
     metrics.set_series("tidegate_gpu_pcie_bytes_per_second", {(way, source): speed for way, speed in speeds.items()})

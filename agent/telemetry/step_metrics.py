@@ -14,7 +14,7 @@ from tidegate.timeline.timeline import STALL_CAUSES
 from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES: Final = 1 << 20
-"""Steps with fewer bytes are ignored for the link's ceiling."""
+"""Least number of bytes of a link in a step for its speed to count for the link's ceiling (the best measured speed)."""
 
 
 def initialize(metrics: MetricStore, paths: Collection[str]) -> None:
@@ -48,7 +48,7 @@ def set_forecast(metrics: MetricStore, seconds: Mapping[str, float]) -> None:
 
 
 def _step(metrics: MetricStore, report: StepReport) -> None:
-    """Counts, phases, stalls, loss and gradient norm."""
+    """Updates the metrics of step counts, phases, stalls, loss and gradient norm."""
     metrics.set_value("tidegate_steps_total", report.step)
     metrics.add("tidegate_skipped_steps_total", int(report.skipped))
     metrics.add("tidegate_tokens_total", report.tokens or 0)
@@ -68,7 +68,7 @@ def _step(metrics: MetricStore, report: StepReport) -> None:
 
 
 def _links(metrics: MetricStore, report: StepReport) -> None:
-    """Bytes, busy time and best speed of the links."""
+    """Updates the metrics of the link between host and device: bytes, busy time and best speed."""
     moved: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for link in report.links:
         metrics.add("tidegate_link_bytes_total", link.bytes, link.direction, link.phase, link.content)
@@ -83,7 +83,7 @@ def _links(metrics: MetricStore, report: StepReport) -> None:
 
 
 def _paths(metrics: MetricStore, samples: Sequence[PathSample], report: StepReport) -> None:
-    """Bytes, busy time, free space and write rate of the storage paths."""
+    """Updates the metrics of storage paths: bytes, busy time, free space and write rate."""
     for row in report.paths:
         metrics.add("tidegate_path_bytes_total", row.bytes, row.path, row.operation, row.phase)
         metrics.add("tidegate_path_busy_seconds_total", row.busy_seconds, row.path, row.operation, row.phase)
@@ -116,7 +116,8 @@ def _by_label(values: Mapping[str, float]) -> dict[Labels, float]:
 
 
 def _prediction(metrics: MetricStore, report: StepReport, predicted_seconds: Mapping[str, float]) -> float | None:
-    """Sets the error of each phase's forecast and returns that of the update."""
+    """Sets the metric with the relative error of each phase's forecast. Returns the error of the update; None without a
+    forecast."""
     if report.skipped:
         return None
     # The part of an update that overlaps the next forward counts as update.

@@ -18,8 +18,8 @@ from tidegate.wire.timeline import MAX_SPANS, TimelineView
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """Raw data of a finished step. Times of `result` and `phases` are on the monotonic clock; `deps` are the
-    dependencies of the plan's ops."""
+    """Raw data of a finished step. Times of `result` and `phases` are on the monotonic clock. `deps`: ids of the ops
+    that each op of the plan depends on."""
 
     number: int
     result: StepResult
@@ -31,22 +31,22 @@ class FinishedStep:
     paths: tuple[PathSample, ...] = ()
     timestamp: float = field(default_factory=time.time)
     _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
-    """Seconds since the epoch at second 0 of the monotonic clock."""
+    """Offset from the monotonic clock to seconds since the epoch."""
 
     @property
     def monotonic_timeline(self) -> Timeline:
-        """The measured timeline on the monotonic clock, without a copy of each span: for users that only need
-        differences of times."""
+        """The measured timeline with times on the monotonic clock. It is cheaper than `timeline`, because spans are not
+        copied, and sufficient where only differences of times are needed."""
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
 
     @cached_property
     def gradient_arrival(self) -> GradientArrival:
-        """How the gradients arrived in this step."""
+        """Statistics of how the gradients arrived in this step."""
         return gradient_arrival_of(self.result, self.phases)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The measured timeline with times from the begin of the step."""
+        """The measured timeline with times relative to the start of the step."""
         zero = self._zero
         return Timeline(
             step=self.number,
@@ -63,8 +63,8 @@ class FinishedStep:
         )
 
     def view(self) -> TimelineView:
-        """The timeline as a message for the daemon. It is built from dicts: validating them all at once takes half the
-        time of a model for each row."""
+        """The timeline as a message for the daemon, validated from dicts in one call: that takes half the time of
+        creating a model for each row."""
         zero = self._zero
         phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.with_tail]
         sent = [s.op for s in self.result.spans[:MAX_SPANS]]
@@ -79,7 +79,7 @@ class FinishedStep:
         })  # fmt: skip
 
     def _rows(self, zero: float) -> Iterator[dict[str, Any]]:
-        """Spans as dicts, at most MAX_SPANS."""
+        """Spans as dicts for the message, at most MAX_SPANS. `zero`: monotonic time at which the step began."""
         for s in self.result.spans[:MAX_SPANS]:
             yield {
                 "op": s.op, "kind": s.kind, "lane": s.lane, "subgroup": s.subgroup, "start": s.start - zero,

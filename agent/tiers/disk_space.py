@@ -56,7 +56,7 @@ def _full(fd: int, nbytes: int, code: int) -> PathFull:
 
 
 def too_large_message() -> str:
-    """Why the system refused a file for its size (EFBIG), and the remedy."""
+    """Message for a file that the system refuses because it is too large (EFBIG): the limit, and the remedy."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
         return "The file system allows no file of that size: give another directory, or a smaller subgroup_numel."

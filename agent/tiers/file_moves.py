@@ -29,12 +29,14 @@ TRANSIENT_ERRORS: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno
 """Transient errors. All others (no such device, read-only, …) are permanent."""
 NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 POLL_SECONDS: Final = 1.0
-"""Seconds for which a wait can delay Python's signal handlers."""
+"""Interval in seconds at which a thread that waits for a transfer returns to Python, so that signal handlers can
+run."""
 
 
 @dataclass
 class StateFile:
-    """File of one subgroup's state. `step` is -1 while nothing was written: then the state is zeros."""
+    """File of one subgroup's state. `step`: number of the update whose state the file holds; -1 before the first write,
+    when the state is zeros."""
 
     name: str
     fd: int
@@ -42,7 +44,8 @@ class StateFile:
     checksums: NDArray[np.uint32]
     step: int = -1
     linked_header: Header | None = None
-    """Header of the file once a checkpoint links or holds it: the file must not be written to again. None before."""
+    """Header of the file if a checkpoint links or holds the file; such a file must not be written to again. None
+    otherwise."""
 
     @property
     def data_bytes(self) -> int:
@@ -51,13 +54,14 @@ class StateFile:
 
 
 class FileMover:
-    """Native threads and locks of one path. Any thread may call it, each with a file of its own."""
+    """Runs the transfers of one path's files in native threads, under the path's lock. Several threads may call it at
+    once, each with another file."""
 
     def __init__(
         self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters
     ) -> None:
-        """`threads`: number of threads that read, and number of threads that write. `locks`: None for no exclusive
-        access."""
+        """`threads`: size of the pool of reading threads, and of the pool of writing threads. `locks`: lock for
+        exclusive access between processes; None for no exclusive access."""
         self.locks = locks
         self.pools = {"read": IoPool(threads), "write": IoPool(threads)}
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
@@ -65,7 +69,8 @@ class FileMover:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is in progress: the kernel may still use its file and the memory that it was given."""
+        """Whether a transfer is in progress. The kernel may use the transfer's file and memory until the transfer has
+        ended."""
         return bool(self._moving)
 
     def read(self, file: StateFile, address: int, begun: Callable[[], None]) -> Transfer:
@@ -111,8 +116,8 @@ class FileMover:
         return self.counters.count(operation, moved)
 
     def _transfer(self, operation: Operation, file: StateFile, address: int, begun: Callable[[], None]) -> IoTicket:
-        """Runs one transfer and returns its ticket when it has ended. Whatever is raised, the kernel no longer uses the
-        memory."""
+        """Runs one transfer and returns its ticket when it has ended. If an exception is raised, the transfer has ended
+        too: the kernel no longer uses the memory."""
         where = header_bytes(len(file.checksums))
         begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
         with DelayInterrupt():  # outside a lane
@@ -155,8 +160,8 @@ class FileMover:
         return file_bytes(file.kind.data_bytes, self._block_bytes)
 
     def seconds(self, ways: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
-        """Seconds to transfer all of `memory` in each of these directions at once, whatever the file holds.
-        PathUnusable when a transfer fails."""
+        """Measures the seconds to transfer all of `memory` in each direction of `ways`, all directions at once. The
+        content of the file does not matter. PathUnusable when a transfer fails."""
         tickets: list[IoTicket] = [
             getattr(self.pools[way], way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
         ]
@@ -176,7 +181,8 @@ class FileMover:
 
 
 def _synchronised(fd: int) -> float | None:
-    """Time at which the written data are on stable storage; None with direct I/O, where they already are."""
+    """Synchronises a written file to stable storage and returns the time (monotonic clock, seconds) at which that was
+    done. Returns None for a file with direct I/O, whose data are on stable storage already."""
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         return None
     try:
@@ -187,7 +193,7 @@ def _synchronised(fd: int) -> float | None:
 
 
 class _RefusedError(Exception):
-    """Error of the operating system during a transfer."""
+    """Raised when the operating system reports an error for a transfer."""
 
     def __init__(self, errno: int) -> None:
         super().__init__(errno)
@@ -195,8 +201,8 @@ class _RefusedError(Exception):
 
 
 def _is_worth_retrying(state: RetryCallState) -> bool:
-    """Whether to retry: after a transient error, and once after a checksum mismatch, because the transfer may have been
-    bad, not the stored data."""
+    """Whether a failed attempt is worth a retry: after each transient error, and after the first checksum mismatch,
+    because the transfer may have been bad and the stored data good."""
     error = state.outcome.exception() if state.outcome is not None else None
     if isinstance(error, BlockDamaged):
         return state.attempt_number == 1
@@ -204,7 +210,7 @@ def _is_worth_retrying(state: RetryCallState) -> bool:
 
 
 def _free_bytes_or_zero(fd: int) -> int:
-    """Free bytes of the file system; 0 when it cannot be asked."""
+    """Free bytes of the file system of an open file; 0 when the system does not report them."""
     try:
         return free_bytes(fd)
     except OSError:

@@ -30,8 +30,8 @@ log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_TRIES: Final = 2
 DUPLEX_SHARE: Final = 0.75
-"""Limit for duplex devices. If reading and writing at the same time takes less than this share of the time for one
-after the other, the directions do not share the device's bandwidth."""
+"""Limit below which a path counts as duplex: the time for reading and writing at once, divided by the time for reading
+and then writing. Below the limit, the two directions do not share the device's bandwidth."""
 
 
 _LEAST: Final = {
@@ -85,8 +85,8 @@ class PathSettings:
 
 @dataclass(slots=True)
 class HeldFile:
-    """State of a subgroup at the time of `StoragePath.hold`, behind `header`. It has an open file descriptor of its
-    own, which stays valid after the file is unlinked."""
+    """State of a subgroup in a file, as it was when `StoragePath.hold` was called. `header`: header of the file. `fd`:
+    descriptor of its own, which stays valid after the file is unlinked."""
 
     name: str
     fd: int
@@ -94,7 +94,7 @@ class HeldFile:
     counters: PathCounters
 
     def count(self, start: float, end: float, nbytes: int) -> None:
-        """Counts a read of a part of the state, from `start` to `end` on the monotonic clock."""
+        """Counts a read of a part of the state, which took from `start` to `end` (seconds, monotonic clock)."""
         self.counters.count("read", Transfer(start, end, nbytes, 0.0, is_whole=False))
 
     def close(self) -> None:
@@ -107,19 +107,21 @@ class HeldFile:
 class StoragePath:
     """Storage path that keeps the state of subgroups in files of its own. `close` removes the files.
 
-    Several threads may read and write at once, each the state of different subgroups. Memory is passed as an address of
-    whole pages: `padded_bytes` of the state.
+    Several threads may read and write at once, if each uses the state of another subgroup. `address` is always that of
+    page-aligned memory of `padded_bytes` bytes, which is the size of the state rounded up to whole pages.
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
-        """PathUnusable, PathFull or ScratchTaken when the path cannot be used."""
+        """Opens the path and creates its scratch directory. PathUnusable, PathFull or ScratchTaken when the path cannot
+        be used."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
         self._run_id = run_id
         self._files: dict[int, StateFile] = {}
         self._spares: dict[int, StateFile] = {}
-        """Spare file of each subgroup: the next flush writes it when a checkpoint holds the subgroup's present file."""
+        """Spare file of each subgroup. The next flush writes to it if a checkpoint holds the subgroup's present
+        file."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
             locks = None
@@ -135,7 +137,8 @@ class StoragePath:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is in progress: the kernel may still use its file and the memory that it was given."""
+        """Whether a transfer is in progress. The kernel may use the transfer's file and memory until the transfer has
+        ended."""
         return self._mover.busy
 
     @property
@@ -162,7 +165,7 @@ class StoragePath:
         return max(free, 0)
 
     def _file_bytes(self, kind: StateKind) -> int:
-        """Bytes of a state file with the block size of this path."""
+        """Size in bytes of a state file of this kind with the block size of this path."""
         return file_bytes(kind.data_bytes, self.settings.block_bytes)
 
     def holds(self, subgroup: int) -> bool:
@@ -179,7 +182,8 @@ class StoragePath:
         self._files[kind.subgroup] = self._new_file(kind)
 
     def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> StateFile:
-        """Creates a state file with its space reserved. If the file `given` is passed, it is renamed and used."""
+        """Creates a state file with its space reserved. With `given`, that existing file is renamed and becomes the
+        state file."""
         name = str(self._scratch.directory / f"{kind.subgroup:06d}-{next(self._numbers)}.tide")
         if given is not None:
             os.rename(given, name)
@@ -194,8 +198,8 @@ class StoragePath:
         return StateFile(name, fd, kind, np.zeros(blocks, np.uint32))
 
     def _open(self, name: str) -> int:
-        """Opens or creates a file for direct I/O, or through the page cache, with a warning, where direct I/O is not
-        possible."""
+        """Opens a file for direct I/O, and creates it if it is missing. Where direct I/O is not possible, the file goes
+        through the page cache, and a warning is logged once."""
         try:
             fd, direct = open_direct(name, write=True, create=True)
         except OSError as error:
@@ -208,7 +212,7 @@ class StoragePath:
         return fd
 
     def remove(self, subgroup: int) -> None:
-        """Removes the subgroup's files: its state is stored elsewhere."""
+        """Removes the subgroup's files, when its state is stored elsewhere."""
         for files in (self._files, self._spares):
             if subgroup in files:
                 self._discard(files.pop(subgroup))
@@ -222,7 +226,7 @@ class StoragePath:
             log.warning("path %s: %s cannot be removed: %s", self.name, file.name, error.strerror)
 
     def forget(self, subgroup: int) -> None:
-        """Resets the subgroup's state to zeros, whatever was written."""
+        """Resets the subgroup's state to zeros. State that was written before is no longer used."""
         self._files[subgroup].step = -1
 
     def step_of(self, subgroup: int) -> int:
@@ -233,8 +237,8 @@ class StoragePath:
         """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
         DataTruncated when it cannot be read.
 
-        begun: called when all blocks are queued, and again at each retry: a transfer that another thread requests from
-            then on comes after this one.
+        begun: callback. It is called when all blocks of this transfer are queued, and again at each retry. Transfers
+            that other threads request afterwards are queued behind this one.
         """
         file = self._files[subgroup]
         if file.step < 0:
@@ -247,9 +251,9 @@ class StoragePath:
         """Writes the state at `address`, the state after update number `step`. PathFailed or PathFull when that fails;
         the previous content of the file is then lost. `begun`: see `read`.
 
-        Through the page cache a write error would appear only after the state has left memory. So a file without direct
-        I/O is synchronised after each write: when this method returns, the data are on stable storage; otherwise the
-        error names this update.
+        A file without direct I/O goes through the page cache, which reports a write error only later, when the state
+        may have left memory. So such a file is synchronised after each write: when this method returns, the data are on
+        stable storage, and a write error is raised by the call that caused it.
         """
         before = self._files[subgroup]
         file = before if before.linked_header is None else self._spare_for(before)
@@ -262,8 +266,9 @@ class StoragePath:
         return moved
 
     def _spare_for(self, file: StateFile) -> StateFile:
-        """The spare file that replaces `file`. A checkpoint creates spare files when it is saved; a missing one, whose
-        file was to come from an earlier checkpoint that another rank has not released, is created here."""
+        """Returns the spare file that replaces `file` at the next write. Checkpoints create spare files when they are
+        saved. A spare can be missing when it was to be made from the file of an earlier checkpoint that another rank
+        still keeps: then a new file is created here."""
         subgroup = file.kind.subgroup
         if subgroup not in self._spares:
             self._spares[subgroup] = self._new_file(file.kind)
@@ -295,8 +300,8 @@ class StoragePath:
         return True
 
     def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
-        """Holds the stored state open, so that a checkpoint can read it later. From now on the state is flushed to the
-        spare file. Not for state that was never written."""
+        """Returns a second descriptor of the file with the stored state, from which a checkpoint can read it later.
+        Later flushes of the subgroup write to the spare file. The state must have been written at least once."""
         file = self._files[subgroup]
         header = self._header(file, weights_checksum)
         if file.linked_header is None:
@@ -304,7 +309,7 @@ class StoragePath:
         return HeldFile(file.name, os.dup(file.fd), header, self.counters)
 
     def _freeze(self, file: StateFile, header: Header) -> None:
-        """Writes the header and marks the file as read-only: it is never written to again."""
+        """Writes the header of a file and marks the file as held by a checkpoint: it is never written to again."""
         if file.linked_header is None:
             write_header(file.fd, header)
         file.linked_header = header
@@ -314,8 +319,9 @@ class StoragePath:
         return subgroup in self._spares
 
     def add_spare(self, subgroup: int, given: str | os.PathLike[str] | None = None) -> None:
-        """Creates the spare file of a subgroup: it is flushed to once a checkpoint holds the present file. If `given`
-        is passed, a file on this file system, that file becomes the spare. PathFull when the space is not there."""
+        """Creates the spare file of a subgroup, to which flushes write once a checkpoint holds the present file.
+        `given`: an existing file on this file system that is to become the spare file; None for a new file. PathFull
+        when the space is not there."""
         self._spares[subgroup] = self._new_file(self._files[subgroup].kind, given)
 
     def _header(self, file: StateFile, weights_checksum: int) -> Header:
@@ -330,11 +336,13 @@ class StoragePath:
         )
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
-        """Measures the speed of writing and reading `nbytes` without other load, and whether both directions run at
-        full speed at once (duplex). Live rates replace this first estimate. It needs free space.
+        """Measures the speed of writing and of reading `nbytes` without other load, and whether both directions run at
+        full speed at once (duplex). Live rates replace this first estimate during training. It needs `nbytes` of free
+        space.
 
-        The better of two tries each: about one try in ten is slowed by a stall, and live rates raise an estimate only
-        after many steps but lower it after two.
+        Each measurement is made twice and the faster result is used, because about one in ten is slowed by a stall of
+        the device. A first estimate that is too low would last: live rates raise an estimate only after many steps, but
+        lower it after two.
         """
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")

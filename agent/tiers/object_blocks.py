@@ -20,7 +20,8 @@ from tidegate.errors import BlockDamaged, DataTruncated
 from tidegate.kernels import copy, crc32c
 
 Job = tuple[Operation, Callable[[], None]]
-"""Direction of a transfer, which names the thread pool, and the function that transfers one object."""
+"""One request of a transfer: its direction, which selects the thread pool, and the function that reads or writes one
+object."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StoredBlocks:
 
 
 class BlockMover:
-    """Thread pools that read and write objects. Several threads may call it, each with memory of its own."""
+    """Thread pools that read and write objects. Several threads may call it at once, each for other memory."""
 
     def __init__(self, name: str, settings: ObjectSettings, client: Client, counters: PathCounters) -> None:
         self._settings = settings
@@ -51,7 +52,7 @@ class BlockMover:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is in progress: it may still use the memory that it was given."""
+        """Whether a transfer is in progress. Its threads may use the caller's memory until the transfer has ended."""
         return bool(self._moving)
 
     def read_jobs(self, stored: StoredBlocks, address: int, nbytes: int) -> list[Job]:
@@ -71,10 +72,10 @@ class BlockMover:
         ]
 
     def move(self, jobs: Sequence[Job], begun: Callable[[], None] = no_op) -> None:
-        """Runs jobs and waits until all have ended. Raises the error of the first job in the list that failed. Whatever
-        is raised, no thread uses the memory afterwards.
+        """Runs jobs and waits until all have ended. If jobs fail, the error of the first failed job in the list is
+        raised. After a return or an exception, no thread uses the memory any more.
 
-        begun: called when all jobs are queued.
+        begun: callback, called when all jobs are queued.
         """
         futures: list[Future[None]] = []
         move = object()
@@ -94,14 +95,14 @@ class BlockMover:
                 future.result()
 
     def seconds(self, jobs: Sequence[Job]) -> float:
-        """Seconds that the jobs take together, more than 0."""
+        """Runs the jobs and returns the seconds until all have ended, always more than 0."""
         start = time.monotonic()
         self.move(jobs)
         return max(time.monotonic() - start, 1e-9)
 
     def run_in_background(self, work: Callable[[], None]) -> None:
-        """Queues a function that needs no memory of a caller. A thread of the write pool runs it; after `close` it is
-        not run."""
+        """Queues a function for a thread of the write pool and returns at once. The function must not use memory of the
+        caller. It is not run after `close`."""
         self._pools["write"].submit(work)
 
     def count_success(self, operation: Operation, transfer: Transfer) -> Transfer:
@@ -129,8 +130,8 @@ class BlockMover:
         return [(at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
 
     def _read(self, key: str, block: int, address: int, nbytes: int, expected: int) -> None:
-        """Reads a block and verifies it. A checksum that differs is tried once more: the transfer may have been bad,
-        not the stored object."""
+        """Reads a block and verifies it against the `expected` checksum. After a mismatch the block is read once more,
+        because the transfer may have been bad and the stored object good. BlockDamaged after the second mismatch."""
         for attempt in (1, 2):
             self._fetch(key, address, nbytes)
             found = crc32c(address, nbytes)

@@ -68,17 +68,20 @@ class Client:
     after retries for `retry_seconds`. Threads may share a client; a forked child must not use it."""
 
     def __init__(self, settings: ObjectSettings) -> None:
-        """ConfigError or PathUnusable. No request is sent yet."""
+        """Creates obstore's client without sending a request. ConfigError or PathUnusable for settings that cannot
+        work."""
         self._retry_seconds = settings.retry_seconds
         self._obstore = _require("obstore")
         self._store = _store(settings)
 
     def put(self, key: str, data: memoryview | bytes, on_retry: Callable[[], None] | None = None) -> None:
-        """Stores an object, completely or not at all. `data` may be reused afterwards."""
+        """Stores an object, completely or not at all. `data` may be reused when this returns. `repeated`: called before
+        each retry."""
         self._retried(lambda: self._obstore.put(self._store, key, data, use_multipart=False), on_retry)
 
     def get(self, key: str, nbytes: int, on_retry: Callable[[], None] | None = None) -> memoryview:
-        """The first `nbytes` of an object, fewer where it is shorter."""
+        """Reads the first `nbytes` of an object; fewer where the object is shorter. `repeated`: called before each
+        retry."""
         return memoryview(
             self._retried(lambda: self._obstore.get_range(self._store, key, start=0, length=nbytes), on_retry)
         )
@@ -93,7 +96,8 @@ class Client:
         return [name.rstrip("/").rpartition("/")[2] for name in listing["common_prefixes"]]
 
     def objects(self, under: str) -> list[dict[str, Any]]:
-        """All objects whose keys begin with the folder `under`: `path`, `size`, `last_modified`."""
+        """Lists all objects whose keys begin with the folder `under`. Each entry has `path` (the key), `size` in bytes
+        and `last_modified`."""
         return self._retried(lambda: [entry for page in self._obstore.list(self._store, under) for entry in page])
 
     def _retried(self, request: Callable[[], T], on_retry: Callable[[], None] | None = None) -> T:
@@ -152,7 +156,7 @@ def bucket_key(settings: ObjectSettings) -> str:
 
 
 def path_unusable(settings: ObjectSettings, error: RequestFailed) -> PathUnusable:
-    """Error for a path that does not work at the start, with a remedy."""
+    """Creates the error for a path that cannot be used when it is opened. The message names the cause and a remedy."""
     server = settings.server or "Amazon S3"
     remedy = {
         errno.ENOENT: "Create the bucket first, or name another one.",

@@ -38,7 +38,8 @@ CALIBRATION: Final = "calibration"
 
 @dataclass
 class _State:
-    """State of one subgroup. `step` is -1 while nothing was written: then the state is zeros."""
+    """State of one subgroup. `step`: number of the update whose state is stored; -1 before the first write, when the
+    state is zeros. `stored`: the objects that hold the state."""
 
     kind: StateKind
     step: int = -1
@@ -53,15 +54,15 @@ class _State:
 class ObjectPath:
     """Storage path that keeps the state of subgroups in objects of its own. `close` deletes the objects.
 
-    It has the public methods of `StoragePath`, except those with which a checkpoint takes over files: state in objects
-    is copied by checkpoints.
+    It has the public methods of `StoragePath` except those for hard links, held files and spare files: checkpoints copy
+    state from an object store.
 
-    Several threads may read and write at once, each the state of different subgroups. Memory is passed as an address of
-    whole pages: `padded_bytes` of the state.
+    Several threads may read and write at once, if each uses the state of another subgroup. `address` is always that of
+    page-aligned memory of `padded_bytes` bytes, which is the size of the state rounded up to whole pages.
     """
 
     def __init__(self, name: str, settings: ObjectSettings, run: str, rank: int) -> None:
-        """ConfigError or PathUnusable when the path cannot be used."""
+        """Opens the path and writes its lease. ConfigError or PathUnusable when the path cannot be used."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
@@ -69,7 +70,7 @@ class ObjectPath:
         self._numbers = itertools.count(1)
         """Numbers in keys, so that no key is used twice."""
         self._stored_keys: set[str] = set()
-        """Keys of objects that may exist."""
+        """Keys of all objects that may exist in the store: `close` deletes them."""
         self._closed = False
         self._locks: TierLocks | None = None
         if settings.lock_slots:
@@ -83,7 +84,7 @@ class ObjectPath:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is in progress: it may still use the memory that it was given."""
+        """Whether a transfer is in progress. Its threads may use the caller's memory until the transfer has ended."""
         return self._mover.busy
 
     @property
@@ -109,12 +110,12 @@ class ObjectPath:
         return subgroup in self._states
 
     def is_new(self, subgroup: int) -> bool:
-        """Whether nothing was written of the subgroup's state yet."""
+        """Whether nothing was written to the subgroup's objects yet."""
         return self._states[subgroup].step < 0
 
     def make(self, kind: StateKind) -> None:
-        """Assigns a subgroup to this path, with zeros as state. PathFull when its state exceeds the capacity that is
-        left; an object store has no other space to reserve."""
+        """Assigns a subgroup to this path, with zeros as state. PathFull when the state does not fit in what
+        `capacity_bytes` leaves free. No space is reserved in the object store itself."""
         state, free = _State(kind), self.free_bytes
         if free is not None and state.data_bytes > free:
             raise PathFull(
@@ -125,11 +126,12 @@ class ObjectPath:
         self._states[kind.subgroup] = state
 
     def remove(self, subgroup: int) -> None:
-        """Removes the subgroup from this path: its state is stored elsewhere."""
+        """Removes the subgroup from this path and deletes its objects in the background. Call it when the state is
+        stored elsewhere."""
         self._delete_later(self._states.pop(subgroup).stored)
 
     def forget(self, subgroup: int) -> None:
-        """Resets the subgroup's state to zeros, whatever was written."""
+        """Resets the subgroup's state to zeros. State that was written before is no longer used."""
         self._states[subgroup].step = -1
 
     def step_of(self, subgroup: int) -> int:
@@ -140,8 +142,8 @@ class ObjectPath:
         """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
         DataTruncated when it cannot be read.
 
-        begun: called when all blocks are queued: a transfer that another thread requests from then on comes after this
-            one.
+        begun: callback. It is called when all blocks of this transfer are queued. Transfers that other threads request
+            afterwards are queued behind this one.
         """
         state = self._states[subgroup]
         if state.step < 0 or state.stored is None:
@@ -168,7 +170,7 @@ class ObjectPath:
         return moved
 
     def _new(self, name: str, nbytes: int) -> StoredBlocks:
-        """Unique keys for `nbytes` of state; nothing is written yet."""
+        """Creates unique keys for `nbytes` of state. No object is written yet."""
         checksums = np.zeros(num_blocks(nbytes, self.settings.block_bytes), np.uint32)
         stored = StoredBlocks(f"{self._scratch.folder}/{name}-{next(self._numbers)}", checksums)
         self._stored_keys.update(stored.keys)
@@ -192,8 +194,8 @@ class ObjectPath:
     def _move(
         self, operation: Operation, state: _State, step: int, jobs: Sequence[Job], begun: Callable[[], None]
     ) -> Transfer:
-        """Runs the jobs of one read or write, under the lock if there is one. `step`: number of the update whose state
-        it is."""
+        """Runs the jobs of one read or write, under the path's lock if it has one. `step`: number of the update whose
+        state is transferred, for error messages."""
         with self._locks.hold() if self._locks is not None else nullcontext() as held:
             start = time.monotonic()
             try:

@@ -37,8 +37,8 @@ log = logging.getLogger("tidegate.tiers")
 
 LEASE_SECONDS: Final = 60.0
 ALIVE_SECONDS: Final = 1200.0
-"""The lease is renewed within 60 s. The limit adds 15 minutes for different clocks; the rest is for a store that is
-unreachable for a while."""
+"""A rank whose lease is younger than this is alive. The lease is renewed every 60 s. The limit adds 15 minutes for
+clocks that differ, and some minutes in which the store may be unreachable."""
 DEAD_SECONDS: Final = 6 * 3600.0
 OWNER_BYTES: Final = 1 << 16
 """Maximum size of a lease that is read."""
@@ -56,7 +56,7 @@ class ObjectOwner:
     run: str
     rank: int
     created_at: float
-    """Unix seconds."""
+    """Time at which the scratch was created, in Unix seconds."""
 
     @classmethod
     def of_this_process(cls, run: str, rank: int) -> Self:
@@ -78,7 +78,7 @@ class ObjectLeftover:
     nbytes: int
     age_seconds: float
     owner: ObjectOwner | None
-    """None when the lease is missing or damaged."""
+    """Process that the prefix belongs to; None when the lease is missing or damaged."""
     alive: Alive
     settings: ObjectSettings = field(repr=False)
 
@@ -87,7 +87,8 @@ class ObjectScratch:
     """Scratch prefix of one rank. A thread renews its lease while the process lives."""
 
     def __init__(self, settings: ObjectSettings, client: Client, run: str, rank: int) -> None:
-        """PathUnusable when nothing can be written there."""
+        """Writes the first lease and starts the thread that renews it. RequestFailed when the lease cannot be
+        written."""
         if not RUN_NAME.fullmatch(run) or not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"run {run!r} or rank {rank} cannot be part of a key")
         self.folder = f"{SCRATCH_PREFIX}{run}/rank{rank}"
@@ -128,7 +129,8 @@ class ObjectScratch:
 
 
 def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
-    """Lists all scratch under a prefix, sorted by run and rank. Scratch of live runs is included: see `alive`.
+    """Lists the scratch prefixes of all runs under a storage path, sorted by run and rank. Those of live runs are
+    included: `alive` of each entry tells which.
 
     ConfigError, or PathUnusable when the prefix cannot be listed.
     """
@@ -143,10 +145,10 @@ def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
 
 
 def remove_objects(leftover: ObjectLeftover) -> None:
-    """Deletes the scratch of a dead rank. Does nothing when it is already gone.
+    """Deletes the scratch prefix of a dead rank with all its objects. Does nothing when the prefix is already gone.
 
-    It is inspected again first: ScratchTaken when the rank is not dead or the scratch has changed. PathUnusable when it
-    cannot be deleted.
+    The prefix is inspected again first. ScratchTaken when its rank is not certainly dead, or another process owns the
+    prefix now. PathUnusable when the objects cannot be deleted.
     """
     _, client = connect(leftover.settings)
     folder = f"{SCRATCH_PREFIX}{leftover.run}/rank{leftover.rank}"
@@ -201,7 +203,7 @@ def _parse(text: bytes) -> ObjectOwner | None:
 
 
 def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
-    """Whether the owner is alive, by the rules of the module's docstring."""
+    """Whether the owner is alive, decided as in the docstring of this module."""
     if owner is None:
         return "unknown"
     if (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):
@@ -212,7 +214,7 @@ def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
 
 
 def _process_liveness(owner: ObjectOwner) -> Alive:
-    """Whether a process of this kernel and this namespace of process ids is alive."""
+    """Whether the owner's process is alive. It belongs to this kernel and this namespace of process ids."""
     try:
         return "yes" if start_ticks(owner.pid) == owner.process_start_ticks else "no"
     except OSError:  # no such process, or /proc hides processes of other users

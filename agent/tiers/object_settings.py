@@ -82,7 +82,8 @@ class ObjectSettings:
 
     @property
     def server(self) -> str:
-        """Endpoint in use; "" for Amazon's. ConfigError when an environment variable holds a malformed address."""
+        """URL of the server in use; "" for Amazon's. ConfigError when an environment variable holds a malformed
+        address."""
         endpoint = self.endpoint or next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
         if endpoint:
             _parse_address(endpoint, ("http", "https"), 'the address of a server, as in "http://127.0.0.1:9000"')
@@ -90,8 +91,8 @@ class ObjectSettings:
 
 
 def _parse_address(address: str, schemes: tuple[str, ...], wanted: str) -> SplitResult:
-    """Parses an address. ConfigError when it is malformed; an address that may hold credentials is not repeated in the
-    error."""
+    """Parses an address. ConfigError when it is malformed. If the address may contain credentials, the error does not
+    quote it. `wanted`: description of a valid address, for the error."""
     if "@" in address:
         raise ConfigError(
             "The address of an object store holds credentials, or an '@': leave them out, they come from the "

@@ -12,11 +12,12 @@ slot blocks at the turnstile, where the kernel wakes processes in order of arriv
 polls for a free slot, and then passes the turnstile to the next process. Only that one process polls, and it finds
 whichever of the n slots is freed first.
 
-Measured with 8 processes on 2 cores and one slot, held for 20 ms each time: 0.5 ms from one holder to the next, 0.1 of
-a core for all the waiting, turns 24 to 27, longest wait 1.6 times the median. When all of them poll (50 to 500 µs,
-backing off): the same gap, 0.25 of a core, turns 16 to 36, longest wait 9 times the median, because the last process to
-arrive polls fastest. Blocking on the slot too saves 0.2 ms a turn but cannot wait for n slots. Without other processes,
-a lock costs 10 µs.
+Measured with 8 processes on 2 cores, one slot, and 20 ms of work per turn: 0.5 ms pass from one holder to the next, all
+waiting together takes 0.1 of a core, each process gets 24 to 27 turns, and the longest wait is 1.6 times the median. If
+instead all processes poll (every 50 to 500 µs, with back-off), the time between holders is the same, waiting takes 0.25
+of a core, processes get 16 to 36 turns, and the longest wait is 9 times the median, because the process that arrived
+last polls fastest. Blocking on the slot too would save 0.2 ms a turn, but is not possible for more than one slot.
+Without other processes, a lock costs 10 µs.
 """
 
 from __future__ import annotations
@@ -78,14 +79,13 @@ def unlock(fd: int, byte: int) -> None:
 
 
 def locked_by_other(fd: int, byte: int) -> bool:
-    """Whether another process has locked the byte. It queries without locking, so that no other process is blocked
-    meanwhile."""
+    """Whether another process has locked the byte. The call only queries the lock, so it blocks no other process."""
     answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _pass_turnstile(fd: int) -> None:
-    """Blocks until this process has the turnstile."""
+    """Blocks until this process has locked the turnstile (see the docstring of this module)."""
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX, 1, TURNSTILE)
@@ -117,14 +117,14 @@ class _LockFile:
         self.inside = 0
         self.waiting = 0
         self.left = -math.inf
-        """Time (monotonic) at which the last thread inside left."""
+        """Time (monotonic clock, seconds) at which the last of the threads that held the lock released it."""
         self.turn = 0
-        """Number of times that all waiting threads were let in."""
+        """Number of times that this process got the lock for all its waiting threads at once."""
         self.queue: threading.Thread | None = None
 
     def open(self) -> int:
-        """File descriptor of the lock file; a new file if the old one was deleted. Call only while no lock is held or
-        waited for."""
+        """Opens the lock file if necessary and returns its descriptor. If the file was deleted, a new one is created.
+        Call it only while no thread of this process holds the lock or waits for it."""
         if self.fd is not None and os.fstat(self.fd).st_nlink:
             return self.fd
         if self.fd is not None:
@@ -134,8 +134,8 @@ class _LockFile:
         return self.fd
 
     def enter(self, timeout_seconds: float) -> bool:
-        """Lets the calling thread in. Waits up to `timeout_seconds` after the other threads of this process have left;
-        False when that is exceeded."""
+        """Acquires the lock for the calling thread; False after a timeout. `timeout_seconds` limits the wait for other
+        processes: it starts when no other thread of this process holds the lock."""
         with self.lock:
             try:
                 return self._try_enter() or (timeout_seconds > 0 and self._wait(timeout_seconds))
@@ -147,8 +147,8 @@ class _LockFile:
                 return False
 
     def _wait(self, timeout_seconds: float) -> bool:
-        """Waits until all waiting threads are let in; False after `timeout_seconds`. An exception during the wait
-        leaves no trace."""
+        """Waits until this process has the lock for all its waiting threads; False after `timeout_seconds`. If an
+        exception ends the wait, the calling thread neither waits nor holds the lock."""
         if self.queue is None:
             self.queue = threading.Thread(target=self._queue_for_process, name="tidegate-locks", daemon=True)
             self.queue.start()
@@ -168,7 +168,8 @@ class _LockFile:
         return self.turn != turn
 
     def leave(self) -> None:
-        """Takes the calling thread out; the last thread inside releases the slot."""
+        """Releases the lock for the calling thread. When no other thread of this process holds it, the slot is
+        released."""
         with self.lock:
             self.inside -= 1
             if not self.inside:
@@ -180,8 +181,8 @@ class _LockFile:
                 self.lock.notify_all()
 
     def _try_enter(self) -> bool:
-        """Enters without waiting: next to threads that are inside while no other process waits, or through a free
-        turnstile."""
+        """Acquires the lock if that needs no wait: other threads of this process hold it and no other process waits, or
+        the turnstile and a slot are free."""
         if self.inside:
             assert self.fd is not None
             if self.waiting or locked_by_other(self.fd, TURNSTILE):
@@ -204,9 +205,9 @@ class _LockFile:
         return next((slot for slot in range(FIRST_SLOT, FIRST_SLOT + self.slots) if try_lock(fd, slot)), None)
 
     def _queue_for_process(self) -> None:
-        """Body of the thread that waits at the turnstile for this process, because a blocked lock call cannot be
-        cancelled. If no thread of the process waits any more when the call succeeds, the turnstile is released unused.
-        The thread ends when no thread waits."""
+        """Body of the thread that waits at the turnstile for this process: a thread of its own, because a blocked lock
+        call cannot be cancelled. If all waiting threads have given up when the turnstile is acquired, it is released at
+        once. The thread ends when no thread of the process waits."""
         me = threading.current_thread()
         try:
             while self._has_waiters():
@@ -222,8 +223,8 @@ class _LockFile:
                     self.queue = None
 
     def _has_waiters(self) -> bool:
-        """Blocks while threads are both inside and waiting. True when threads wait and none is inside; False, with the
-        queue thread removed, when none waits."""
+        """Waits while some threads of this process hold the lock and others wait for it. Then returns True if threads
+        wait. Otherwise returns False, and `queue` is set to None because the calling queue thread ends."""
         with self.lock:
             self.lock.wait_for(lambda: not self.inside or not self.waiting)
             if self.waiting:
@@ -232,7 +233,8 @@ class _LockFile:
             return False
 
     def _take_turn(self, fd: int) -> None:
-        """Holding the turnstile, polls for a free slot until it has one or no thread waits any longer."""
+        """Polls for a free slot while holding the turnstile. Ends when it has locked a slot, or no thread of this
+        process waits any longer."""
         pause = POLL_SECONDS[0]
         while True:
             with self.lock:
@@ -253,8 +255,8 @@ _files_lock = threading.Lock()
 
 
 def _forget_locks_of_parent() -> None:
-    """Resets all lock files in a forked child, which inherits no locks. Closing its descriptors releases none of the
-    parent's."""
+    """Resets all lock files in a forked child, which inherits no locks. Closing the child's descriptors does not
+    release the parent's locks."""
     global _files_lock
     _files_lock = threading.Lock()
     for file in _files.values():
@@ -311,8 +313,8 @@ class TierLocks:
 
     @contextmanager
     def hold(self) -> Iterator[LockResult]:
-        """Holds the lock for one operation on the path. The operation runs without the lock if it was not
-        `acquired`."""
+        """Context manager that holds the lock for one operation on the path and yields the result. After a timeout the
+        operation runs without the lock: `acquired` of the result is then False."""
         file, start = self._file, time.monotonic()
         acquired = file.enter(self.timeout_seconds)
         # While another thread of this process was inside, no other process had the path: that is no waiting time.
@@ -329,8 +331,8 @@ class TierLocks:
 
 
 def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
-    """Locks of a storage path on the device `key`. None, with a warning, where locks are not possible: training then
-    runs without exclusive use, more slowly."""
+    """Creates the lock of a storage path on the device `key`. None, with a warning, where locks are not possible:
+    training then runs without exclusive use, more slowly."""
     try:
         return TierLocks(lock_directory(), key, slots)
     except LocksUnusable as error:
@@ -339,8 +341,8 @@ def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
 
 
 def _shared_file(path: Path, slots: int) -> _LockFile:
-    """The process's only `_LockFile` for `path`. The file is opened and tried here, so that errors appear at the
-    start."""
+    """The process's only `_LockFile` for `path`. The file is opened and locked once here for a test, so that problems
+    appear at the start of the run."""
     with _files_lock:
         file = _files.setdefault(str(path), _LockFile(path, slots))
         with file.lock:
@@ -351,7 +353,7 @@ def _shared_file(path: Path, slots: int) -> _LockFile:
 
 
 def _private_directory(directory: Path) -> Path:
-    """Creates the directory if it is missing. LocksUnusable when other users could have put files there."""
+    """Creates the directory if it is missing. LocksUnusable when other users can create files in it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
@@ -387,7 +389,8 @@ def _open_private(path: Path) -> int:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """LocksUnusable unless the entry belongs to this user, is no symbolic link, and has no access for other users."""
+    """Raises LocksUnusable if the entry belongs to another user, is a symbolic link, or gives other users any
+    access."""
     remedy = "Remove it, or set XDG_RUNTIME_DIR to a directory of yours on this node."
     if found.st_uid != os.geteuid():
         raise LocksUnusable(

@@ -30,7 +30,8 @@ def kind_of_entry(mode: int) -> str:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Opens a plain file for reading. StrangeEntry when it is something else; FileNotFoundError and other OSError."""
+    """Opens a plain file for reading. StrangeEntry when the entry is not a plain file; OSError, for example
+    FileNotFoundError, when it cannot be opened."""
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer. On a plain file the flag has no effect.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

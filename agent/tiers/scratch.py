@@ -46,10 +46,10 @@ class Leftover:
     run: str
     rank: int
     nbytes: int
-    """Bytes that its removal frees: files that a checkpoint also links are not counted."""
+    """Bytes that become free when the directory is removed. Files that a checkpoint also links are not counted."""
     age_seconds: float
     owner: Owner | None
-    """None when the owner file is missing or damaged."""
+    """Process that the directory belongs to; None when the owner file is missing or damaged."""
     alive: Alive
 
 
@@ -57,7 +57,7 @@ class Scratch:
     """Scratch directory of one rank on a path, locked while its process lives. `close` removes it."""
 
     def __init__(self, directory: Path, owner: Owner, owner_fd: int) -> None:
-        """Internal: call `create`."""
+        """Constructor for internal use. Call `create` instead."""
         self.directory = directory
         self.owner = owner
         self._fd = owner_fd
@@ -110,8 +110,8 @@ class Scratch:
 
 
 def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
-    """Lists all scratch on a path, sorted by run and rank. Scratch of live runs is included: see `alive`. Scratch of
-    other users is left out.
+    """Lists the scratch directories of all runs on a path, sorted by run and rank. Those of live runs are included:
+    `alive` of each entry tells which. Those of other users are left out.
 
     PathUnusable when `directory` cannot be read.
     """
@@ -128,11 +128,11 @@ def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
 
 
 def remove(leftover: Leftover, force: bool = False) -> None:
-    """Removes scratch of a dead rank. Does nothing when it is already gone.
+    """Removes the scratch directory of a dead rank. Does nothing when the directory is already gone.
 
-    It is inspected again, under its lock. ScratchTaken when the owner is alive, with or without `force`; when the
-    scratch has changed since it was listed; and, without `force`, when it is unknown whether the owner is alive.
-    PathUnusable when it cannot be removed.
+    The directory is inspected again first, under the lock of its owner file. ScratchTaken when the owner is alive, even
+    with `force`; when the owner file has changed since the directory was listed; and, without `force`, when it is
+    unknown whether the owner is alive. PathUnusable when the directory cannot be removed.
     """
     directory = leftover.directory
     try:
@@ -177,7 +177,7 @@ REMEDIES: Final = {
 
 
 def _unusable(path: Path, error: OSError) -> PathUnusable:
-    """Error for a directory that cannot be used, with a remedy."""
+    """Creates the error for a directory that cannot be used. The message names the cause and a remedy."""
     if error.errno == errno.ENOENT and path.is_dir():  # /proc raises ENOENT for each new file
         return PathUnusable(f"{path} is on a file system where users cannot create files: give another directory.")
     why = REMEDIES.get(error.errno or 0, f"cannot be used: {error.strerror}. Give another directory.")
@@ -185,8 +185,8 @@ def _unusable(path: Path, error: OSError) -> PathUnusable:
 
 
 def _make_directories(scratch: Path) -> None:
-    """Creates the rank's directory inside the run's directory, which an earlier run of the same name may be removing
-    now."""
+    """Creates the rank's directory inside the run's directory, and repeats that if an earlier run of the same name
+    removes the run's directory at the same time."""
     while True:
         with suppress(FileExistsError):
             scratch.parent.mkdir(mode=0o700)
@@ -210,7 +210,7 @@ def _inspect(directory: Path) -> Leftover:
 
 
 def _why_taken(directory: Path) -> str:
-    """Message for scratch of this name that exists already."""
+    """Message for a new run whose scratch directory already exists: who uses or left it, and the remedy."""
     try:
         leftover = _inspect(directory)
     except OSError as error:  # already gone, or another user's
@@ -241,8 +241,8 @@ def _allocated_bytes(directory: Path) -> int:
 
 
 def _remove_tree(directory: Path) -> None:
-    """Removes a rank's directory. The owner file is deleted last, so that a directory that is left after a crash can
-    still be identified. The run's directory is removed with its last rank."""
+    """Removes a rank's directory with its content. The owner file is deleted last, so that a directory that is left
+    after a crash can still be identified. The run's directory is removed when it is empty."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

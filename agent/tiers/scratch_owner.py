@@ -39,19 +39,20 @@ class Owner:
     run: str
     rank: int
     created_at: float
-    """Unix seconds."""
+    """Time at which the scratch was created, in Unix seconds."""
     locked: bool
     """False where the file system has no locks: then it is unknown whether the owner is alive."""
 
 
 _locked_files: dict[tuple[int, int], tuple[int, Owner]] = {}
-"""Owner files that this process has locked, by device and inode, with the process id at that time. Opening and closing
-such a file would release the lock. By the process id a forked child detects that the locks are its parent's."""
+"""Owner files that this process has locked, by device and inode, each with the id of the locking process and the owner.
+Such a file must not be opened again, because closing it would release the lock. In a forked child the process id shows
+that the lock is the parent's."""
 
 
 def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
     """Writes and locks the owner file, and returns the owner and the open descriptor. The file gets its final name only
-    when it is locked, so that a starting rank is never taken for dead."""
+    after it is locked. Otherwise another process could see it unlocked and take the rank for dead."""
     new = scratch / f".{OWNER_FILE}"
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -76,7 +77,7 @@ def unlock_owner_file(fd: int) -> None:
 
 
 def _can_lock(fd: int) -> bool:
-    """Locks the owner file; False when the file system has no locks."""
+    """Tries to lock the owner file, and keeps the lock. False when the file system has no locks."""
     try:
         return try_lock(fd, 0)
     except OSError:  # some parallel file systems are mounted without locks
@@ -86,7 +87,8 @@ def _can_lock(fd: int) -> bool:
 @contextmanager
 def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | None, Alive]]:
     """Opens a rank's owner file and yields its descriptor, its content and whether the owner is alive. The descriptor
-    is None when the file is missing, or locked by this process: then it must not be opened again.
+    is None when the owner file is missing, or when this process has locked it: closing another descriptor of the file
+    would release that lock.
 
     FileNotFoundError when the directory is gone.
     """
@@ -107,7 +109,7 @@ def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | Non
 
 
 def _liveness(fd: int, owner: Owner | None) -> Alive:
-    """Whether the owner is alive, by the rules of the module's docstring."""
+    """Whether the owner is alive, decided as in the docstring of this module."""
     try:
         if locked_by_other(fd, 0):
             return "yes"

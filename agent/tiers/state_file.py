@@ -76,7 +76,7 @@ class ChecksumKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """Identity of the state in a file: a reader may use the state only if all these values equal its own."""
+    """Identity of the state in a file. A reader may use the state only if the file's values equal its own values."""
 
     rule: str
     """Name of the update rule: 1 to 16 ASCII characters."""
@@ -101,20 +101,20 @@ class StateKind:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a state file. `data_bytes` and the offsets are computed from its values.
+    """Header of a state file. `data_bytes` and the offsets are computed from the fields.
 
-    ValueError for values that no file can hold: a mistake of the caller, not of a file.
+    ValueError when a field has a value that no file can hold.
     """
 
     kind: StateKind
     run_id: bytes
-    """16 bytes."""
+    """Id of the run that wrote the file, 16 bytes."""
     step: int
     block_bytes: int
     block_checksums: tuple[int, ...]
-    """32 bits each, one for every block."""
+    """Checksum of each block, 32 bits."""
     weights_checksum: int
-    """Up to 64 bits."""
+    """Checksum of the weights that the state belongs to, at most 64 bits."""
     checksum_kind: ChecksumKind = ChecksumKind.CRC32C
 
     def __post_init__(self) -> None:
@@ -188,8 +188,8 @@ class Header:
         return _read(view[:nbytes], file)
 
     def check_file(self, nbytes: int, file: FileName) -> None:
-        """Raises DataTruncated when a file of `nbytes` is too short for the data. It may be longer: space may be
-        reserved."""
+        """Raises DataTruncated when a file of `nbytes` is too short for the data. The file may be longer, because space
+        may be reserved."""
         if nbytes < self.file_bytes:
             raise DataTruncated(file, f"{nbytes:,} bytes", f"{self.file_bytes:,}")
 
@@ -208,7 +208,7 @@ class Header:
             raise ForeignState(file, found, ", ".join(f"{name} {theirs}" for name, _, theirs in differing))
 
     def check_step(self, step: int, file: FileName) -> None:
-        """Raises WrongStep when the file holds the state after another update than `step`."""
+        """Raises WrongStep when the state in the file is not the one after update number `step`."""
         if self.step != step:
             raise WrongStep(file, f"step {self.step}", step)
 
@@ -249,9 +249,10 @@ def padded_bytes(nbytes: int) -> int:
 
 def bytes_to_read(first_page: bytes | bytearray | memoryview, file: FileName) -> int:
     """Bytes of the whole header, computed from its first page, for a reader that does not know the number of blocks.
+    Raises the same errors as `Header.unpack`.
 
-    The checksum is not verified yet: a damaged number of blocks may give a large size, but never less than a page.
-    Errors as `Header.unpack`.
+    The checksum is not verified yet: if the number of blocks is damaged, the result may be wrong, but it is at least a
+    page.
     """
     view = memoryview(first_page).cast("B")
     _check_start(view, file)
@@ -278,16 +279,17 @@ def _check_start(view: memoryview, file: FileName) -> int:
 
 
 def _check_version(view: memoryview, file: FileName) -> None:
-    """Raises NewerFormat when a later version of Tidegate wrote the header, in whatever layout. If the checksum is
-    right with the present version number put in place of the stored one, only the version number is damaged: then
-    `_check_whole` raises."""
+    """Raises NewerFormat when a later version of Tidegate wrote the header. If the header's checksum is right with this
+    version's number in place of the stored one, this version wrote the header, and only its version number is damaged:
+    then this function returns, and `_check_whole` raises."""
     _, version, mark = _START.unpack_from(view)
     if version > VERSION and not _is_whole_with(VERSION, view, mark):
         raise NewerFormat(file, f"version {version}", f"at most {VERSION}")
 
 
 def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
-    """Whether the header is complete and its checksum right once `version` replaces the stored version."""
+    """Whether the header is complete, and its checksum is right when `version` is put in place of the stored
+    version."""
     changed = bytearray(view)
     _START.pack_into(changed, 0, MAGIC, version, mark)
     try:
@@ -298,7 +300,8 @@ def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
 
 
 def _count_blocks(view: memoryview, file: FileName) -> int:
-    """The number of blocks, checked against the bytes of data. The position of the checksum depends on it."""
+    """Number of blocks, checked against the bytes of data. The position of the header's checksum depends on this
+    number."""
     *_, block_bytes, data_bytes, count, _ = _FIELDS.unpack_from(view, _START.size)
     if not block_bytes or count != num_blocks(data_bytes, block_bytes):
         found = f"{count:,} blocks of {block_bytes:,} bytes for {data_bytes:,} bytes"
@@ -307,7 +310,8 @@ def _count_blocks(view: memoryview, file: FileName) -> int:
 
 
 def _check_whole(view: memoryview, file: FileName) -> int:
-    """Bytes of the header. Raises when the header is incomplete or does not match its checksum."""
+    """Checks that the header is complete and matches its checksum, and returns its size in bytes. HeaderTruncated or
+    HeaderDamaged otherwise."""
     nbytes = header_bytes(_count_blocks(view, file))
     if len(view) < nbytes:
         raise HeaderTruncated(file, f"{len(view):,} bytes", f"{nbytes:,}")
@@ -320,8 +324,8 @@ def _check_whole(view: memoryview, file: FileName) -> int:
 
 
 def _read(view: memoryview, file: FileName) -> Header:
-    """Converts a complete header with a right checksum. Faults found here were already there when the header was
-    written."""
+    """Converts a complete header with a right checksum to a `Header`. Values that are wrong although the checksum is
+    right were wrong when the header was written: HeaderContradiction or UnknownChecksum."""
     (
         run_id, rule, rank, weight_format, subgroup, numel, state_bytes, checksum_kind, step, block_bytes, data_bytes,
         count, weights_checksum,

@@ -1,4 +1,4 @@
-"""All storage paths of a rank, with their speeds: the third level of memory, below GPU and host."""
+"""All storage paths of a rank, with their speeds. They are the third level of memory, below device and host memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FORMAT_NUMBERS: Final = {fmt: number for number, fmt in enumerate(WeightFormat)}
 
 
 class TierStore:
-    """Storage paths of one rank. Lanes fetch and flush state at any time; all other methods are called between
+    """Storage paths of one rank. Lanes may call `fetch` and `flush` at any time. All other methods are called between
     steps."""
 
     def __init__(self, paths: Mapping[str, PathSettings | ObjectSettings], rank: int = 0) -> None:
         self.run_id = uuid.uuid4()
         self.rank = rank
         self.step = 0
-        """Number of the update whose state is written now."""
+        """Number of the present update: state that is flushed now is the state after this update."""
         self.paths: dict[str, StoragePath | ObjectPath] = {}
         # Calling `close` is optional: the finalizer removes the files when the store is garbage-collected or the
         # process ends.
@@ -50,13 +50,15 @@ class TierStore:
         self.last_checkpoint: str | None = None
         """The last complete checkpoint: it is named in the error when state is lost."""
         self._changing = threading.RLock()
-        """Held while paths are retired and space is reserved: several lanes may find at once that a path has failed."""
+        """Lock that is held while paths are retired or space is reserved, because several lanes may detect the failure
+        of a path at once."""
         self._full: set[str] = set()
-        """Paths that had less space than they reported; cleared when a file is removed from the path."""
+        """Paths on which space ran out earlier than their reported free space; a path is taken out when a file is
+        removed from it."""
         self._flushed_to: dict[int, str] = {}
         self._kinds: dict[int, StateKind] = {}
         self._largest: dict[str, int] = {}
-        """Bytes of the largest state file that each path may have to store."""
+        """Bytes of the largest state file that may have to be stored, by path."""
         try:
             for name, settings in paths.items():
                 self.paths[name] = _path(name, settings, self.run_id, rank)
@@ -64,7 +66,8 @@ class TierStore:
             self.close()
             raise
         self.speeds: dict[str, PathSpeeds] = {}
-        """Present estimate for each path. `ceilings` are the speeds measured at the start, without other load."""
+        """Present estimate of each path's speeds. In contrast, `ceilings` holds the speeds measured at the start,
+        without other load."""
         self.ceilings: dict[str, PathSpeeds] = {}
 
     def add_subgroups(self, layouts: Sequence[Layout]) -> None:
@@ -75,14 +78,15 @@ class TierStore:
             self._largest[name] = max((self._file_bytes(name, kind) for kind in self._kinds.values()), default=1)
 
     def calibrate(self) -> None:
-        """Measures the speed of each path with at most a quarter of the bytes that will be stored, so that a small
-        state has a short start."""
+        """Measures the speed of each path. It transfers at most a quarter of the bytes that will be stored, so that a
+        run with little state starts quickly."""
         stored = sum(kind.data_bytes for kind in self._kinds.values())
         for name, path in self.paths.items():
             self.speeds[name] = self.ceilings[name] = path.calibrate(min(CALIBRATION_BYTES, stored // 4))
 
     def capacity(self, held: Mapping[int, str]) -> dict[str, int]:
-        """Number of subgroups that each path can hold, its present ones (`held`) included; 0 for a retired path."""
+        """Number of subgroups that each path can hold, including those that it stores at present; 0 for a retired path.
+        `held`: present path of each subgroup."""
         return {name: self._capacity_of(name, held, self._largest[name]) for name in self.paths}
 
     def _capacity_of(self, name: str, held: Mapping[int, str], largest: int) -> int:
@@ -98,8 +102,8 @@ class TierStore:
         return file_bytes(kind.data_bytes, self.paths[path].settings.block_bytes)
 
     def retire(self, path: str, why: object) -> None:
-        """Stops all writes to a path. State that is there can still be fetched while the path is readable; its next
-        flush goes to another path."""
+        """Stops all writes to a path. State on the path can still be fetched while the path is readable; the next flush
+        writes it to another path. `why`: reason, for the log."""
         with self._changing:
             if path in self.retired:
                 return
@@ -108,10 +112,10 @@ class TierStore:
         log.error("path %s is retired, it takes no more state: %s", path, why, extra=logged)
 
     def reserve(self, subgroup: int, path: str) -> None:
-        """Creates the file of a subgroup on `path`, with its space reserved, unless it exists.
+        """Creates the file of a subgroup on `path` with its space reserved. Does nothing if the file exists.
 
-        PathFull or PathUnusable when that fails. `capacity` of the path is then lower, so that subgroups can be
-        assigned again.
+        PathFull or PathUnusable when the file cannot be created. `capacity` then reports less for this path, so that
+        the caller can assign the subgroups again.
         """
         if self.paths[path].holds(subgroup):
             return
@@ -137,8 +141,8 @@ class TierStore:
             self._full.discard(path)
 
     def forget(self, subgroup: int) -> None:
-        """Resets a subgroup whose state is about to be replaced: its files count as zeros, and retired paths lose
-        theirs."""
+        """Resets the subgroup's files to zeros, because other state is loaded next. Files on retired paths are
+        removed."""
         for name, path in self.paths.items():
             if name in self.retired:
                 self._remove_copy(subgroup, name)
@@ -165,10 +169,10 @@ class TierStore:
             raise StateLost(error, path, subgroup, step, self.last_checkpoint) from error
 
     def flush(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
-        """Writes the subgroup's state to `path` or, if that fails permanently, to another path: `flushed_to` names the
-        path. `begun`: see `StoragePath.read`.
+        """Writes the subgroup's state to `path`. If that fails permanently, the path is retired, and the state is
+        written to another path; `flushed_to` returns its name. `begun`: see `StoragePath.read`.
 
-        A path that failed is retired. NoPathLeft when no path takes the state: then the only copy is at `address`.
+        NoPathLeft when no path accepts the state: then the only copy is at `address`.
         """
         start, why = time.monotonic(), self.retired.get(path, "")
         if not why:
@@ -203,8 +207,8 @@ class TierStore:
         raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)
 
     def _reserved_elsewhere(self, subgroup: int) -> Iterator[str]:
-        """Other paths for a subgroup, most free space first. The space is reserved on a path just before its name is
-        yielded."""
+        """Yields other paths for a subgroup's state, the one with the most free space first. The space is reserved on a
+        path just before its name is yielded."""
         tried: set[str] = set()
         while True:
             with self._changing:
@@ -234,8 +238,8 @@ class TierStore:
         return NO_LIMIT_BYTES if free is None else free
 
     def storage_path(self, path: str) -> StoragePath:
-        """A path that stores state in files: checkpoints can link or hold those. The state in an object store they
-        copy."""
+        """The storage path named `path`, which must store state in files. Checkpoints link or hold these files; the
+        state in an object store is copied."""
         found = self.paths[path]
         assert isinstance(found, StoragePath), "objects cannot be linked"
         return found
@@ -245,8 +249,9 @@ class TierStore:
         return self._flushed_to[subgroup]
 
     def close(self) -> None:
-        """Removes the state files. A path with transfers in progress keeps its files, which end with the process:
-        `tidegate doctor` finds them later. Idempotent; does nothing in a forked child."""
+        """Removes the state files and ends the threads of all paths. The files of a path with a transfer in progress
+        are not removed: `tidegate doctor` finds them when the process has ended. Idempotent; does nothing in a forked
+        child."""
         self._closed()
 
 
@@ -257,7 +262,7 @@ def _path(name: str, settings: PathSettings | ObjectSettings, run_id: uuid.UUID,
 
 
 def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
-    """Closes all paths without a transfer in progress."""
+    """Closes all paths. A path with a transfer in progress is left open, with a warning."""
     for name, path in paths.items():
         if path.busy:
             log.warning("path %s hangs in a transfer: its files are not removed", name)

@@ -15,7 +15,7 @@ from tidegate.agent.devices.base import DoneEvent
 Operation = Literal["read", "write"]
 
 MAX_MOVES: Final = 10_000
-"""Maximum number of recent transfers kept for telemetry, in case nothing reads them."""
+"""Maximum number of recent transfers that are kept for telemetry. Older ones are dropped if nothing reads them."""
 
 
 def no_op() -> None:
@@ -24,13 +24,13 @@ def no_op() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Transfer(DoneEvent):
-    """One read or write of a file. `nbytes` is 0 where nothing had to be transferred. Its start and end exclude the
-    wait for the lock."""
+    """One read or write of a subgroup's state. `nbytes` is 0 where nothing had to be transferred. Start and end exclude
+    the wait for the lock."""
 
     nbytes: int
     lock_wait_seconds: float
     is_whole: bool = True
-    """False for a part of a file: a background checkpoint copies in parts."""
+    """False for the transfer of a part of a file: background checkpoints copy in parts."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class PathCounters:
     moves: deque[tuple[str, Transfer]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
     """The most recent transfers with their operation; the reader removes them."""
     taken_over_bytes: int = 0
-    """Bytes written to this path because the path that the plan named had failed. In timelines these bytes and seconds
-    appear in the lane of the failed path."""
+    """Bytes written to this path in place of a failed path that the plan had named. In timelines these bytes and their
+    seconds appear in the lane of the failed path."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Protects the counters: two threads of each lane and a background checkpoint update them."""
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)

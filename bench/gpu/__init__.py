@@ -1,1 +1,1 @@
-"""The stages of bench/gpu.sh: each prints one JSON object."""
+"""The stages of bench/gpu.sh. Each stage is a module that prints one JSON object."""

@@ -1,9 +1,9 @@
-"""Makes an environment that sees all packages of this Python, and into which more can be installed beside them.
+"""Makes a virtual environment that sees all packages of this Python; more packages can be installed into it.
 
     python -m bench.gpu.environment FOLDER
 
-A distribution's Python refuses to be installed into (PEP 668), and one that belongs to somebody should stay as it is.
-pip itself is the one of this Python.
+It is needed where packages must not be installed into this Python itself, because it belongs to the distribution (PEP
+668) or to another user. The environment has no pip of its own; it uses the pip of this Python.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""One side's iterations, measured in this process: JSON on the last line of stdout. Stages run it many times.
+"""Measures iterations of one training (a side of the comparison) in this process; prints JSON as the last line of
+stdout.
 
     python -m bench.gpu.iteration '{"side": "tidegate", "shape": "1b", "dry": false}' --steps 6
 
-`iteration_seconds` are of blocks of iterations with nothing between them; phases are of iterations in which the GPU is
-waited for at each boundary, which hinders what overlaps them.
+`iteration_seconds` is measured over blocks of iterations without a synchronization in between. The seconds of phases
+are from other iterations, in which the process waits for the GPU after each phase, which prevents overlap between
+phases.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ BLOCK = 2
 
 
 def measure(ask: Ask, steps: int, seconds: float) -> dict[str, Any]:
-    """At least one block and one iteration with phases; `steps` of each if they fit in `seconds`."""
+    """Measures blocks of iterations, and iterations divided into phases: at least one of each, and up to `steps`
+    iterations in blocks and `steps` / 2 with phases, as far as `seconds` allow."""
     cap = cap_memory(ask)
     training = build(ask)
     finish = (lambda: None) if ask.dry else torch.cuda.synchronize
@@ -84,10 +87,11 @@ def _phases(training: Training, finish: Any) -> list[float]:
 def run_side(
     target: Target, side: str, shape: str, *, steps: int = 6, seconds: float = 60.0, limit: float = 240.0, **more: Any
 ) -> dict[str, Any]:
-    """Its result from a process of its own; {"side", "not_measured": why} where it cannot run.
+    """Measures one side in its own process, and returns its result; {"side", "not_measured": reason} if it cannot run.
 
-    One that was ended after `limit` seconds has "lacked_seconds", too; one that failed has its "traceback". All that
-    it wrote to stderr goes to ours.
+    seconds: time for the measurement. limit: time after which the process is ended; the result then also has
+    "lacked_seconds". The result of a failed process has its "traceback". Its stderr is passed on to stderr of this
+    process.
     """
     ask = {"side": side, "shape": "toy" if target.dry else shape, "dry": target.dry, **more}
     command = [sys.executable, "-m", "bench.gpu.iteration", json.dumps(ask), "--steps", str(steps)]

@@ -1,8 +1,10 @@
-"""Whole iterations of one shape with each side in turn, twice around if time allows: state in host memory, one GPU.
+"""Stage: whole iterations of one model shape with each training in turn, state in host memory, one GPU. Two turns, if
+time allows.
 
-`speedup`: iteration time of DeepSpeed's ZeRO-3 with CPU offload, of TwinFlow at the same static ratio, … by ours.
-`all_cpu` is ours without interleaving: what asynchronous gradient copies and the faster CPU kernel give alone.
-`resident` has all state on the GPU, without the memory limit of the others: no offload is faster.
+`speedup`: iteration time of DeepSpeed's ZeRO-3 with CPU offload, of TwinFlow at the same static ratio, and so on,
+divided by Tidegate's. `all_cpu` is Tidegate with all updates on the CPU: the gain from asynchronous gradient copies and
+the faster CPU kernel alone. `resident` has all state on the GPU, without the memory limit of the others, as the bound
+for offload.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ SIDES: list[tuple[str, str, dict[str, Any]]] = [
     ("resident", "resident", {}),
 ]
 DRY_SIDES = ("tidegate", "tidegate_overlap", "torchao")
-"""With --dry: ours, and one that is seldom installed. DeepSpeed would compile its kernels first."""
+"""The sides that run with --dry: two of Tidegate, and one that is rarely installed. DeepSpeed is left out, because it
+would first compile its kernels."""
 AGAINST = {"zero3_cpu": "tidegate", "twinflow_static": "tidegate_static", "superoffload": "tidegate",
            "torchao": "tidegate", "all_cpu": "tidegate", "resident": "tidegate"}  # fmt: skip
 
@@ -54,7 +57,8 @@ def stage(target: Target) -> dict[str, Any]:
 
 
 def speedups(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of iteration and update: the other's median time by ours, of those that both were measured."""
+    """Speedups in iteration and update: the median time of another side divided by that of Tidegate, for pairs that
+    were both measured."""
     found: dict[str, dict[str, float]] = {}
     for other, ours in AGAINST.items():
         theirs, own = _measured(rows[other]), _measured(rows[ours])

@@ -1,4 +1,5 @@
-"""What this machine is, and what each of its resources can do: copies each way alone and both at once, updates."""
+"""Stage: description of this machine, and the speeds of its resources: copies in each direction alone and in both at
+the same time, updates on GPU and CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def environment(target: Target) -> dict[str, Any]:
 
 
 def link(device: Device, lanes: list[str], nbytes: int) -> dict[str, dict[str, float]]:
-    """Bytes per second of each lane while all of `lanes` copy, over rounds that overlap fully."""
+    """Bytes per second of each of these lanes while all of them copy. Only copies that fully overlap with the other
+    lanes are counted."""
     buffers = {lane: device.host_buffer(nbytes) for lane in lanes}
     places = {lane: device.alloc(nbytes) for lane in lanes}
     rates: dict[str, list[float]] = {}
@@ -65,7 +67,7 @@ def _run(numel: int, weight: int, aux: int, exp_avg: int, exp_avg_sq: int, grad:
 
 
 def device_update(device: Device, numel: int) -> dict[str, float]:
-    """Parameters per second of the update on the device, bf16 with remainder."""
+    """Parameters per second of the update on the device, for bf16 weights with remainder."""
     places = [device.alloc(nbytes * numel) for nbytes in (2, 2, 4, 4, 2)]
     device.wait(DEVICE, device.now())
     run = _run(numel, *places)

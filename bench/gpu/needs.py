@@ -1,6 +1,7 @@
-"""What bench/gpu.sh needs beside torch, with pyproject.toml's versions. Imports nothing but Python's own modules.
+"""The packages that bench/gpu.sh needs besides torch, with the versions of pyproject.toml. Needs only Python's standard
+library.
 
-`python -m bench.gpu.needs` prints the requirements, one a line, as pip reads them.
+`python -m bench.gpu.needs` prints the requirements, one per line, in pip's format.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"nvidia-ml-py": "pynvml", "scikit-build-core": "scikit_build_core"}
-"""Where the name of the module is not that of the package."""
+"""Names of modules that differ from the name of their package, by package."""
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 BUILD = ("cmake", "ninja")
-"""Beside what pyproject.toml says that building needs."""
+"""Build tools that are needed in addition to the build requirements of pyproject.toml."""
 SIDES = ("deepspeed", "torchao")
-"""Compared with: where one is missing, its rows say so."""
+"""Packages with which Tidegate is compared. If one is missing, its rows in the results say so."""
 
 ABSENT = "not installed"
 Kind = Literal["run", "build", "side"]
@@ -40,7 +41,7 @@ class Need:
         return MODULES.get(self.name, self.name.replace("-", "_"))
 
     def problem(self) -> str:
-        """What is wrong with what is installed; empty when nothing is."""
+        """Description of the problem if the package is missing or has a wrong version; empty if it is fine."""
         if importlib.util.find_spec(self.module) is None:
             return f"{self.requirement}: {ABSENT}"
         try:
@@ -51,13 +52,13 @@ class Need:
 
 
 def package(text: str) -> str:
-    """The normal form of the name that a requirement or a wheel's file name begins with."""
+    """The normalized package name at the beginning of a requirement or of a wheel's file name."""
     name = re.split(r"-(?=\d)|[^A-Za-z0-9._-]", text, maxsplit=1)[0]
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs() -> list[Need]:
-    """Torch comes first; all others are in the wheelhouse."""
+    """All needed packages, first torch, which is not part of the wheelhouse."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = said["project"], said["project"]["optional-dependencies"]
     known = {package(text): text.partition(" #")[0] for texts in extras.values() for text in texts}
@@ -71,7 +72,7 @@ def needs() -> list[Need]:
 
 
 def satisfies(version: str, requirement: str) -> bool:
-    """For the comparisons that pyproject.toml makes: >=, < and ==."""
+    """Whether the version meets the requirement. Only the comparisons of pyproject.toml are known: >=, < and ==."""
     have = _numbers(version)
     for sign, bound in re.findall(r"(>=|<|==)\s*([\d.]+)", requirement.partition(";")[0]):
         want = _numbers(bound)

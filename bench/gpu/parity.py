@@ -1,4 +1,5 @@
-"""Fifty steps of a small transformer: weights against the oracle bit for bit, losses beside torch.optim.AdamW's."""
+"""Stage: fifty steps of a small transformer. Its weights are compared bit for bit with the oracle, its losses with
+those of torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def train(target: Target, model: torch.nn.Module, optimizer: torch.optim.Optimiz
 
 
 class Oracle:
-    """The oracle on a model's parameters, from the gradients that its optimizer has seen."""
+    """Copy of a model's parameters that the oracle updates with the same gradients, to compare the weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.params = list(model.parameters())

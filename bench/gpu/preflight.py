@@ -1,9 +1,9 @@
-"""All that bench/gpu.sh lacks on this machine, in one message, before anything runs.
+"""Reports everything that bench/gpu.sh needs and this machine lacks, in one message, before a stage runs.
 
     python -m bench.gpu.preflight [--dry] [--wheels FOLDER]
 
-What lies in the folder of wheels will be installed and counts as there. Imports nothing but Python's own modules before
-it knows that the others are there.
+Packages in the folder of wheels count as present, because they will be installed. This module itself needs only
+Python's standard library, until it has found the other packages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHEELHOUSE = "python3 -m bench.gpu.wheelhouse wheels"
 
 
 def missing(dry: bool, wheels: Path | None) -> list[str]:
-    """One line for each thing, with what helps."""
+    """One line for each missing thing, with a remedy."""
     found = [*_wheels(wheels), *_packages(wheels)]
     if not _built():
         found += _build_tools()
@@ -34,12 +34,12 @@ def missing(dry: bool, wheels: Path | None) -> list[str]:
 
 
 def _named(wheels: Path | None) -> dict[str, str]:
-    """File names of wheels, by package."""
+    """File names of the wheels in the folder, by package."""
     return {} if wheels is None else {package(path.name): path.name for path in sorted(wheels.glob("*.whl"))}
 
 
 def _wheels(wheels: Path | None) -> list[str]:
-    """Wheels that this Python cannot install."""
+    """Message about wheels that this Python cannot install; empty if there are none."""
     if wheels is None:
         return []
     files = _named(wheels).values()
@@ -56,7 +56,8 @@ def _wheels(wheels: Path | None) -> list[str]:
 
 
 def _packages(wheels: Path | None) -> list[str]:
-    """Packages without which no stage runs, or nothing can be built where it has to be."""
+    """Messages about missing packages that every stage needs, or that are needed to build the extension, if it is not
+    built."""
     there, built = _named(wheels), _built()
     kinds = ("run",) if built else ("run", "build")
     lines = []
@@ -72,7 +73,8 @@ def _packages(wheels: Path | None) -> list[str]:
 
 
 def _built() -> bool:
-    """Whether Tidegate's extension is there. A package that it needs is missing in its own right."""
+    """Whether Tidegate's C++ extension is built. True if only another package is missing for its import, which is
+    reported separately."""
     try:
         importlib.import_module("tidegate.kernels._native")
     except ModuleNotFoundError as error:
@@ -83,7 +85,7 @@ def _built() -> bool:
 
 
 def _build_tools() -> list[str]:
-    """For the C++ extension."""
+    """Messages about missing tools for the build of the C++ extension."""
     named = os.environ.get("CXX", "")
     lines = []
     if not any(shutil.which(name) for name in (named.split()[:1] or ["c++", "g++", "clang++"])):
@@ -105,7 +107,7 @@ def _cuda() -> list[str]:
 
 
 def absent_sides(dry: bool, wheels: Path | None) -> list[str]:
-    """What is compared with, and cannot run: its rows will say so, and the others are measured."""
+    """Messages about trainings to compare with that cannot run. Their rows are not measured, the other rows are."""
     sides = [need for need in needs() if need.kind == "side"]
     found = [need.problem() for need in sides if need.name not in _named(wheels) and need.problem()]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")

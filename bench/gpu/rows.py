@@ -1,7 +1,7 @@
-"""A stage's rows, each from a process of its own, kept as soon as they are measured.
+"""The rows (results) of a stage: each is measured in its own process and saved immediately.
 
-A row that lacked time is measured when the stage is run again, and with twice the time; what was measured is taken as
-it is. So a stage that was cut short is complete after a few runs.
+When a stage is run again, rows without enough time are measured again, with twice the time; complete rows are taken
+from the file. So a stage that was stopped early is complete after a few runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from bench.gpu.iteration import run_side
 from bench.gpu.target import Target
 
 STAGE_SECONDS = 430.0
-"""What a stage gives to its rows: bench/gpu.sh ends it after 480."""
+"""Seconds of a stage for its rows. bench/gpu.sh ends the stage after 480 seconds."""
 ALL = 0.9
-"""Share of a stage's time with which a row had all that it can get."""
+"""Share of a stage's time that is as much as a row can get: it is then not measured again."""
 
 
 class Rows:
-    """`lacked_time`: names of the rows that the stage has to be run again for."""
+    """Measures rows and keeps their results in a file. lacked_time: names of the rows for which the stage must be run
+    again."""
 
     def __init__(self, target: Target, run: Callable[..., dict[str, Any]] = run_side) -> None:
         self.lacked_time: list[str] = []
@@ -38,7 +39,8 @@ class Rows:
         return self._end - time.monotonic()
 
     def measure(self, name: str, side: str, shape: str, *, limit: float, **more: Any) -> dict[str, Any]:
-        """`name` is the row's own in this stage; `limit`: seconds that it gets at first."""
+        """The row with this name, unique in the stage: from the file if it is complete, otherwise measured. limit:
+        seconds for the first attempt."""
         key = f"{'dry' if self._target.dry else 'gpu'} {name}"
         kept = self._kept.get(key)
         if kept is not None and "lacked_seconds" not in kept:

@@ -1,4 +1,4 @@
-"""The models that iterations are measured with: Llama shapes with random weights, and what memory they get."""
+"""The model shapes for iterations: Llama models with random weights, and the GPU memory that they may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB: Final = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """`device_gib`: GPU memory that a training with offload may use, as if the GPU had no more."""
+    """A model shape. device_gib: GPU memory in GiB that a training with offload may use, whatever the GPU has."""
 
     hidden: int
     intermediate: int
@@ -33,7 +33,7 @@ class Shape:
         )  # fmt: skip
 
     def build(self, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        """On `device` from the start, with activation checkpointing, ready to train."""
+        """The model, created on `device` in train mode, with activation checkpointing."""
         from transformers import LlamaForCausalLM
 
         torch.manual_seed(0)

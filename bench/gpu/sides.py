@@ -1,7 +1,8 @@
-"""The trainings that are compared, each as a function that makes one iteration's `forward`, `backward` and `update`.
+"""The trainings (sides) that are compared. Each is a function that makes a `Training` with `forward`, `backward` and
+`update`.
 
-A side is built in a process of its own (`bench.gpu.iteration`): it may change what is global, and may end for want of
-memory without taking the others with it. Same shape, weights from the same seed, same tokens.
+Each side runs in its own process (`bench.gpu.iteration`), because it may change global settings or run out of memory.
+All sides have the same model shape, weights from the same seed, and the same tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LR = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What to train. `threads`: of the CPU update; 0 for as many as the side takes by itself."""
+    """Description of a training. threads: threads of the CPU update; 0 for the default of the side."""
 
     side: str
     shape: Shape
@@ -51,7 +52,11 @@ class Ask:
 
 @dataclass
 class Training:
-    """`peak_device_bytes` where a side knows better than torch's own peak, which it resets."""
+    """A training of one side: the functions of an iteration, and its model.
+
+    peak_device_bytes: function for the peak of GPU memory; None to use torch's own counter. Tidegate needs its own,
+    because it resets torch's counter. notes: further results.
+    """
 
     forward: Callable[[], torch.Tensor]
     backward: Callable[[torch.Tensor], object]
@@ -62,7 +67,7 @@ class Training:
     notes: dict[str, Any] = field(default_factory=dict)
     optimizer: Any = None
     attachment: Any = None
-    """Ours alone."""
+    """The attachment (telemetry); None for other sides than Tidegate."""
 
     def iteration(self) -> None:
         self.backward(self.forward())
@@ -70,7 +75,7 @@ class Training:
 
 
 def build(ask: Ask) -> Training:
-    """Raises what the side raises: ImportError where its package is not installed."""
+    """Builds the training. Raises errors of the side, such as ImportError if its package is not installed."""
     sides: dict[str, Callable[[Ask, torch.Tensor], Training]] = {
         "tidegate": _tidegate,
         "tidegate_overlap": lambda ask, tokens: _tidegate(ask, tokens, overlap=True),
@@ -188,7 +193,8 @@ def _torchao(ask: Ask, tokens: torch.Tensor) -> Training:
 
 
 def cap_memory(ask: Ask) -> int | None:
-    """Lets torch take so much of the GPU as the shape says; not where the whole state is to be on it."""
+    """Limits torch to the GPU memory of the shape, and returns the limit in bytes; None, without a limit, for the side
+    that keeps all state on the GPU and for --dry."""
     if ask.dry or ask.side == "resident":
         return None
     limit = ask.shape.device_gib * GIB

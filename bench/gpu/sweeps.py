@@ -1,6 +1,7 @@
-"""Iterations with 2 to 16 threads of the CPU update, and with 1 to 8 sequences: ours and ZeRO-3's with CPU offload.
+"""Stage: iterations with 2 to 16 threads for the CPU update, and with 1 to 8 sequences, of Tidegate and of ZeRO-3 with
+CPU offload.
 
-The more a step computes, the less the update weighs.
+With more sequences a step computes more, and the share of the update gets smaller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a stage runs on: the GPU, or the emulated device at toy size with --dry."""
+"""The target of a stage: the GPU, or with --dry the emulated device at toy size."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from tidegate.agent.devices.cuda_problem import cuda_problem
 
 DRY_SIDE_SECONDS = 200.0
 LACKED_TIME = 3
-"""Exit status of a stage that has to be run again for some of its rows."""
+"""Exit status of a stage that must be run again, because some of its rows lacked time."""
 FAST = tidegate.EmulatedRates(h2d_bytes_per_second=4e9, d2h_bytes_per_second=4e9, update_params_per_second=1e9)
 
 
 @dataclass(frozen=True)
 class Target:
-    """`results`: where the stages before this one have left theirs."""
+    """The target of one run of a stage. dry: emulated device, toy size. results: folder with the results of all
+    stages."""
 
     dry: bool
     results: Path
     stage: str = ""
-    """Its name, as `iterations-1b`."""
+    """Name of the stage, such as `iterations-1b`."""
 
     @property
     def shape(self) -> str:
-        """Of the model, for `iterations`: see `bench.gpu.shapes`."""
+        """Name of the model shape (in `bench.gpu.shapes`) at the end of the stage's name."""
         return self.stage.partition("-")[2] or "1b"
 
     @property
@@ -44,11 +45,12 @@ class Target:
         return toy if self.dry else full
 
     def side_seconds(self, full: float) -> float:
-        """What a side gets at first. At toy size it is mostly imports, which take long on a machine that is busy."""
+        """Seconds for the first attempt of a side. With --dry most of the time is for imports, which are slow on a busy
+        machine."""
         return max(full, DRY_SIDE_SECONDS) if self.dry else full
 
     def offload(self, **settings: Any) -> tidegate.Offload:
-        """On the emulated device, capacity that is not asked for is ample."""
+        """Offload settings. An emulated device gets fast rates, and ample capacity unless a setting limits it."""
         return tidegate.Offload(**settings, emulated=FAST)
 
     def finish_enqueued(self) -> None:

@@ -1,4 +1,5 @@
-"""The tests that need a GPU, and what became of them. With --dry they are only collected."""
+"""Stage: runs the tests that need a GPU, and returns the counts of their outcomes. With --dry they are only
+collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Iterations with state on the local disk: no host cache, half of the state cached, and all in host memory."""
+"""Stage: iterations with state on the local disk (without host cache, and with half of the state cached), and with all
+state in host memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Whether copies both ways and updates really run at once: Kineto's trace of an update, beside our own timeline of it.
+"""Stage: do copies in both directions and updates run at the same time? Compares Kineto's trace of an update with the
+timeline of the engine.
 
-`busy_seconds` is the union of each kind's intervals, `overlap` the time in which two kinds are in progress by that of
-the shorter one. `kineto` is what CUPTI saw, `ours` what the engine's events say. --dry has no GPU to trace.
+`busy_seconds`: union of the intervals of each kind (h2d, d2h, device). `overlap`: time in which two kinds are both in
+progress, divided by the busy time of the shorter one. `kineto`: measured by CUPTI. `ours`: measured by the engine's
+CUDA events. With --dry there is no GPU to trace.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def seconds(intervals: Sequence[Interval]) -> float:
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Seconds that lie in both unions."""
+    """Seconds in which both lists, each free of overlaps, have an interval."""
     return seconds(one) + seconds(other) - seconds(union([*one, *other]))
 
 
@@ -52,7 +54,7 @@ def summary(kinds: dict[str, list[Interval]]) -> dict[str, Any]:
 
 
 def of_kineto(path: Path) -> dict[str, Any]:
-    """Of a trace file. Names of copies are CUPTI's."""
+    """Busy time and overlap from a trace file of Kineto. Copies are recognized by CUPTI's names for them."""
     kinds: dict[str, list[Interval]] = {"h2d": [], "d2h": [], "device": []}
     for row in json.loads(path.read_text())["traceEvents"]:
         if row.get("ph") != "X" or row.get("cat") not in ("gpu_memcpy", "kernel"):

@@ -1,7 +1,8 @@
-"""Update throughput by stride and static ratio, beside what the busiest resource allows and what the model predicts.
+"""Stage: update throughput by stride and static ratio, with the bound of the busiest resource and the model's
+prediction.
 
-Weights and gradients are bf16. A backward that hands over ready gradients stands for the real one, and is followed by
-a pause in which early copies end, as they do behind a backward that lasts.
+Weights and gradients are bf16. In place of a real backward, ready gradients are handed over; a pause then lets early
+copies end, as during a longer backward.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SETTINGS: list[tuple[float | str, float]] = [
 
 
 class _Give(torch.autograd.Function):
-    """A backward that costs nothing: the gradients are there already."""
+    """Autograd function whose backward returns given gradients, without computation."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
@@ -52,9 +53,10 @@ def rates_of(links: dict[str, Any]) -> RateCard:
 
 
 def bound_seconds(plan: Plan, rates: RateCard) -> float:
-    """No update with this plan is shorter: the busiest lane's work that cannot begin before `step()`.
+    """Lower bound of the update's time with this plan, in seconds: the busiest lane's work that cannot begin before
+    `step()`.
 
-    Each slot may hold a state that came before, and gradients and mirrors were copied before.
+    Copies of gradients and mirrors, and the first copy of state into each slot, can be done before.
     """
     busy = dict.fromkeys(plan.lanes, 0.0)
     filled: set[int | None] = set()

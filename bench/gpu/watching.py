@@ -1,6 +1,7 @@
-"""What watching costs: iterations with and without the agent, in turn in one process; NVML's bytes beside ours.
+"""Stage: cost of telemetry. Compares iterations with and without the attached agent, in turn in one process, and NVML's
+bytes with those that the engine counts.
 
-Attached are recorder, exporter, NVML sampler and hooks; one scrape ends each block. The stride is pinned.
+Attached are recorder, exporter, NVML sampler and hooks. One scrape ends each block of iterations. The stride is fixed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def stage(target: Target) -> dict[str, Any]:
 
 
 def of_gpu(address: str) -> dict[str, float]:
-    """What /metrics says of NVML's figures, and of the bytes that we counted."""
+    """The samples of NVML's metrics, and of the bytes that the engine counts, in /metrics at this address."""
     with urllib.request.urlopen(f"http://{address}/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     wanted = ("tidegate_gpu_", "tidegate_link_bytes")

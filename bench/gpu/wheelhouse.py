@@ -1,9 +1,10 @@
-"""Makes a folder of wheels for bench/gpu.sh on a machine with a network: all that it needs but torch and its libraries.
+"""Makes a folder of wheels for bench/gpu.sh, on a machine with a network: all needed packages except torch and its
+libraries.
 
     python3 -m bench.gpu.wheelhouse wheels
 
-Run it with the Python version and on the kind of processor of the machine with the GPU. pip resolves everything at
-once; torch and what belongs to it are left out, because the machine with the GPU has a torch that suits its driver.
+Use the same Python version and processor architecture as the machine with the GPU. pip resolves all requirements
+together; torch and its libraries are left out, because the machine with the GPU has a torch that suits its driver.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ NOT_OF_TORCH = ("nvidia-ml-py",)
 
 
 def left_out(name: str) -> bool:
-    """Whether a package comes with torch, and with no other."""
+    """Whether the package belongs to torch, so that it is left out."""
     return name not in NOT_OF_TORCH and any(
         name.startswith(one) if one.endswith("-") else name == one for one in OF_TORCH
     )
 
 
 def chosen(report: dict[str, list[dict[str, dict[str, str]]]]) -> list[str]:
-    """NAME==VERSION of all that pip's report would install, but for what comes with torch."""
+    """The packages that pip's report would install, as NAME==VERSION, without those that belong to torch."""
     found = [row["metadata"] for row in report["install"]]
     return sorted(f"{one['name']}=={one['version']}" for one in found if not left_out(package(one["name"])))
 

@@ -1,1 +1,1 @@
-"""What the bench of predictions is made of: a training, configurations of it, errors, and their picture."""
+"""Parts of bench/prediction.py: a training, configurations of it, errors of predictions, and their plot."""

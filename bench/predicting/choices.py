@@ -1,4 +1,5 @@
-"""Which configurations are predicted and measured: drawn with a seed, so that nobody has chosen the easy ones."""
+"""The configurations that are predicted and measured. They are drawn at random with a seed, so that easy ones are not
+preferred."""
 
 from __future__ import annotations
 
@@ -10,16 +11,18 @@ from typing import Final
 from tidegate.knobs.knobs import Knobs, specs_for
 
 STRIDES: Final = ("off", "off", "off", 3.0, 5.0, 8.0, 12.0)
-"""The emulated device is slower than the CPU: the best of these is among the last, or `off`."""
+"""Strides to draw from. The emulated device is slower than the CPU, so that large strides and `off` are the best of
+them."""
 STATIC_RATIOS: Final = (0.0, 0.0, 0.125, 0.25, 0.5)
 CACHES: Final = (0.0, 0.0, 0.25, 0.5, 0.75, 1.0)
-"""Share of the state."""
+"""Sizes of the host cache to draw from, as a share of the state."""
 ORDERS: Final = ("pinned", "pinned", "alternate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What no knob changes: one training has it."""
+    """Properties that knobs do not change: its paths, and the size of its subgroups. There is one training for each
+    kind."""
 
     paths: tuple[str, ...]
     subgroup_numel: int
@@ -27,7 +30,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One configuration."""
+    """One configuration: a kind of training, and knobs. cache_share: host cache, as a share of the state."""
 
     kind: Kind
     knobs: Knobs
@@ -44,7 +47,7 @@ class Choice:
 
 
 def draw(kinds: Sequence[Kind], state_bytes: int, count: int, seed: int) -> list[Choice]:
-    """`count` different configurations; kinds take turns."""
+    """Draws `count` different configurations, in turn from each kind."""
     random_ = random.Random(seed)
     found: dict[tuple[Kind, str], Choice] = {}
     while len(found) < count:

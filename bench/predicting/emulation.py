@@ -1,8 +1,8 @@
-"""Speeds of an emulated device that leave the processors to the lanes that are real.
+"""Rates for the emulated device that leave enough processor time for the real lanes.
 
-A real device copies and updates without the host's processors; the emulated one does both with them. Paced to more than
-a processor can do, its lanes are the processor's own speed under another name, and they take from the CPU's lane and
-from the paths' threads what no device would take.
+The emulated device copies and updates with the host's processors, which a real device does not need. With rates above
+the speed of a processor, its lanes would only show the speed of the processor, and would take time from the CPU lane
+and from the threads of the paths.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.plan.ops import D2H, DEVICE, H2D
 
 SHARES: Final = {H2D: 0.5, D2H: 0.25, DEVICE: 0.2}
-"""Of one processor that each lane takes at its pace. Copies to the device bring back every weight that the CPU updates:
-any slower, and nothing would be bound by the CPU."""
+"""Share of one processor that each emulated lane may use. It is largest for copies to the device: they carry every
+weight that the CPU has updated, and if they were slower, the CPU would never be the bottleneck."""
 NUMEL, PIECE_BYTES = 8_000_000, 8 << 20
 SECONDS, ROUNDS = 0.1, 5
 
 
 def affordable() -> EmulatedRates:
-    """Each lane's speed without a pace, alone, times its share."""
+    """Rates for the emulated device: the speed of each lane alone without pacing, times its share in SHARES."""
     endless = EmulatedRates(
         h2d_bytes_per_second=math.inf, d2h_bytes_per_second=math.inf, update_params_per_second=math.inf
     )

@@ -1,4 +1,4 @@
-"""How far predictions are off, and what whoever goes by them loses."""
+"""Errors of predictions, and the cost of choosing the configuration with the best prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from predicting.choices import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One configuration: seconds of its update, measured (median and quartiles), predicted, and by the papers."""
+    """One configuration with its update in seconds: measured (median, and quartiles `low` and `high`), predicted by the
+    model, and by the papers' equations (`equation`)."""
 
     choice: Choice
     measured: float
@@ -20,9 +21,9 @@ class Row:
     predicted: float
     equation: float
     bottleneck: str
-    """Resource that was busy for longest."""
+    """The resource that was busy for longest."""
     emulated: bool
-    """Whether that one is paced and not real."""
+    """Whether the bottleneck is an emulated lane, which is paced."""
 
     @property
     def error(self) -> float:
@@ -30,8 +31,8 @@ class Row:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float | int | None]:
-    """Errors as shares of what was measured. `pick_regret`: how much longer the update takes than the shortest, under
-    the knobs that are predicted to be the best."""
+    """Statistics of the errors, relative to the measured times. `pick_regret`: how much longer the update takes in the
+    configuration with the best prediction than in the fastest one, as a share."""
     if len(rows) < 2:
         return {"rows": len(rows), "median_abs_error": None, "p95_abs_error": None, "pick_regret": None}
     mean = statistics.fmean(row.measured for row in rows)
@@ -47,7 +48,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float | int | None]:
 
 
 def picked(rows: Sequence[Row], *, by_equation: bool = False) -> Row:
-    """The one that is predicted to be the fastest."""
+    """The row with the shortest predicted update; by the papers' equations if `by_equation`."""
     return min(rows, key=lambda row: row.equation if by_equation else row.predicted)
 
 

@@ -1,4 +1,5 @@
-"""Predicted against measured, as an SVG: both axes logarithmic, the diagonal is what a prophet would draw."""
+"""Plot of predicted against measured update times, as an SVG. Both axes are logarithmic; exact predictions are on the
+diagonal."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ from predicting.errors import Row
 SIDE: Final = 560
 MARGIN: Final = 70
 BAND: Final = 0.10
-"""Drawn around the diagonal."""
+"""Half width of the band that is drawn around the diagonal, as a relative error."""
 _REAL, _EMULATED, _EQUATION = "#1f6feb", "#d97706", "#9ca3af"
 
 
 def svg(rows: Sequence[Row]) -> str:
-    """Filled: ours, on real lanes and on emulated ones; hollow: the papers' equations."""
+    """The plot as SVG text. Filled circles: the model, in different colours for real and emulated bottlenecks. Hollow
+    circles: the papers' equations."""
     axis = _Axis([value for row in rows for value in (row.measured, row.predicted)])
     return "\n".join([*_frame(axis), *_points(axis, rows), *_legend(), "</svg>\n"])
 
 
 class _Axis:
-    """The same for both: whole steps of 1, 2, 5 around the values."""
+    """A logarithmic axis, the same for both directions. Its range is extended to the next values of the form 1, 2 or 5
+    times a power of 10."""
 
     def __init__(self, values: Sequence[float]) -> None:
         steps = [factor * 10.0**power for power in range(-6, 4) for factor in (1, 2, 5)]
@@ -32,7 +35,7 @@ class _Axis:
         self._low, self._span = math.log(low), max(math.log(high / low), 1e-9)
 
     def at(self, seconds: float) -> float:
-        """Pixels from the origin of the axis; kept inside."""
+        """Distance from the origin of the axis in pixels, limited to the length of the axis."""
         share = (math.log(max(seconds, 1e-12)) - self._low) / self._span
         return min(max(share, 0.0), 1.0) * SIDE
 

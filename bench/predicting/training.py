@@ -1,4 +1,5 @@
-"""A training whose knobs change from step to step; gradients are given to it, so that only its update takes time."""
+"""A training whose knobs can change before each step. Its gradients are given instead of computed, so that only the
+update takes time."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ from tidegate.timeline.timeline import Span
 
 TENSOR_NUMEL = 1 << 22
 STATE_BYTES = 10
-"""Of a parameter: remainder and moments."""
+"""Bytes of state per parameter: remainder and moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One update: its seconds, those before it in which it could already begin, and how long each resource was busy
-    in it: `cpu`, `norm`, `device`, `h2d`, `d2h`, and each path both ways together."""
+    """Measured times of one update.
+
+    backward_seconds: time before `step()` in which ops could already run. busy_seconds: busy time during the update of
+    each resource: `cpu`, `norm`, `device`, `h2d`, `d2h`, and each path (reads and writes together).
+    """
 
     update_seconds: float
     backward_seconds: float
@@ -41,7 +45,7 @@ class Measured:
 
 
 def mean(steps: Sequence[Measured]) -> Measured:
-    """Of steps that follow each other."""
+    """The mean of several consecutive steps."""
     return Measured(
         update_seconds=statistics.fmean(one.update_seconds for one in steps),
         backward_seconds=statistics.fmean(one.backward_seconds for one in steps),
@@ -53,15 +57,18 @@ def mean(steps: Sequence[Measured]) -> Measured:
 
 
 def typical_seconds(turns: Sequence[Sequence[Measured]]) -> float:
-    """Of the update, from turns of steps that follow each other: the median of all first steps, of all second ones and
-    so on, and the mean of these. A stall, then, moves it no more than one odd figure moves a median."""
+    """Typical update time in seconds. Each turn is a list of consecutive steps.
+
+    It is the mean of medians: the median of all first steps, the median of all second steps, and so on. So a single
+    stall has hardly any influence.
+    """
     return statistics.fmean(
         statistics.median(one.update_seconds for one in steps) for steps in zip(*turns, strict=True)
     )
 
 
 class Training:
-    """16-bit weights with remainders on the emulated device. A context manager."""
+    """A training of 16-bit weights with remainders on the emulated device. A context manager."""
 
     def __init__(
         self,
@@ -72,7 +79,7 @@ class Training:
         device: EmulatedRates,
         cpu_threads: int,
     ) -> None:
-        """numel: a multiple of `TENSOR_NUMEL`."""
+        """numel: number of parameters, a multiple of `TENSOR_NUMEL`."""
         generator = torch.Generator().manual_seed(0)
         tensors = numel // TENSOR_NUMEL
         self._params = [
@@ -99,7 +106,7 @@ class Training:
 
     @property
     def rank(self) -> Rank:
-        """What the model is told of it."""
+        """The description of this training that the model gets."""
         engine = self._optimizer.engine
         return Rank(
             engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode,
@@ -109,20 +116,20 @@ class Training:
 
     @property
     def emulated(self) -> EmulatedRates:
-        """What its device is paced to. May be changed."""
+        """The rates to which the emulated device is paced. They may be changed."""
         return self._optimizer.device.rates
 
     def turn(self, knobs: Knobs) -> EffectiveKnobs:
-        """These knobs from the next step on."""
+        """Sets the knobs for the next steps. Returns the effective knobs."""
         self._optimizer.check_knobs(knobs)
         self._optimizer.apply_knobs(knobs)
         return self._optimizer.engine.effective
 
     def step(self, backward_seconds: float) -> Measured:
-        """One step after a backward that takes so long; lanes may fetch and copy in it.
+        """Runs one step whose backward takes `backward_seconds`, during which lanes may fetch and copy.
 
-        Gradients are added to those of the steps before: new memory for each would keep the processors busy with its
-        pages, which no backward on a device does.
+        New gradients are added to those of earlier steps, because new memory in every step would cost processor time
+        for its pages, which a backward on a device does not need.
         """
         began = time.monotonic()
         torch.autograd.backward(self._params, self._gradients)

@@ -1,1 +1,1 @@
-"""The figures that both papers report, and the systems that they measured as plans on a rate card of their machines."""
+"""The figures that both papers report, and models of the measured systems as plans for the papers' machines."""

@@ -1,8 +1,8 @@
-"""One rate card for each machine of the papers, from their tables and text. Nothing here is fitted to a result.
+"""One rate card for each machine of the papers, from their tables and text. Nothing is fitted to a result.
 
-`host_bytes_per_second` is in neither paper. An update on the CPU is taken to be as fast as host memory lets it be, so
-that memory moves what that update moves: 28 bytes a parameter in DeepSpeed's (weight, both moments, read and written in
-fp32, and the fp32 gradient) times its published rate.
+Neither paper states `host_bytes_per_second`. It is assumed that host memory limits the update on the CPU, so that the
+bandwidth is the published update rate times the bytes of DeepSpeed's update: 28 per parameter (weight and both moments,
+read and written in fp32, and the fp32 gradient).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JLSE: Final = Machine.of(
         PlannedPath(name="pfs", read_bytes_per_second=3.6e9, write_bytes_per_second=3.6e9),
     ),
 )
-"""DOS 5.1, MLP Table 1: 4 H100, 96 cores; CPU updates at 8 G parameters/s in both papers."""
+"""The machine JLSE (DOS 5.1, MLP Table 1): 4 H100 and 96 cores. Both papers state CPU updates at 8 G parameters/s."""
 POLARIS: Final = Machine.of(
     GPUS["a100-40"],
     gpus=4,
@@ -40,7 +40,8 @@ POLARIS: Final = Machine.of(
         PlannedPath(name="pfs", read_bytes_per_second=6.9e9, write_bytes_per_second=13.7e9),
     ),
 )
-"""MLP Table 1. CPU updates by cores: 32 of JLSE's 96. The fabric is not in the paper: two NICs of 12.5 GB/s a node."""
+"""The machine Polaris (MLP Table 1). The CPU update rate is that of JLSE, scaled from 96 to 32 cores. The fabric is not
+in the paper: two network cards of 12.5 GB/s per node are assumed."""
 
 V100: Final = Machine.of(
     GPUS["v100-32"],
@@ -51,17 +52,18 @@ V100: Final = Machine.of(
     cpu_params_per_second=2e9,
     host_bytes_per_second=2e9 * DEEPSPEED_BYTES,
 )
-"""DOS 5.4: 3 G fp32 words/s on the link, CPU updates at 2 G parameters/s, taken as the node's, like JLSE's."""
+"""The V100 machine (DOS 5.4): 3 G fp32 words/s on the link. The CPU update rate, 2 G parameters/s, is taken as that of
+the whole node, as for JLSE."""
 V100_DEVICE: Final = 35e9 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cards:
-    """All rate cards, and what else had to be assumed for all rows alike.
+    """The rate cards of all machines, and the assumptions that all rows share.
 
-    blocks_of_20b: 44 make the 294 GiB of state that DOS Table 2 has for 20B; the 48 of that table would make 320.
-    pinned_cache: the cache keeps the same subgroups, so that all of it holds state, instead of alternating. gradient:
-    see `Setting`; DOS Table 1 has 4 GB/s, its section 4.1 has 2.5.
+    blocks_of_20b: blocks of the model 20B. 44 blocks give the 294 GiB of state in DOS Table 2, the 48 of the table
+    would give 320 GiB. pinned_cache: the cache keeps the same subgroups in every step, so that all of it holds state,
+    instead of alternating. gradient: as in `Setting`; 4 GB/s in DOS Table 1, 2.5 GB/s in section 4.1.
     """
 
     jlse: Machine = JLSE
@@ -86,7 +88,8 @@ class Cards:
 
 
 def variants() -> dict[str, Cards]:
-    """The same with one assumption changed: how much the errors hang on each."""
+    """The rate cards with one assumption changed each, by description of the change, to show its influence on the
+    errors."""
     base = Cards()
 
     def everywhere(**changes: float) -> Cards:

@@ -1,4 +1,4 @@
-"""What the model says to the figures of Deep Optimizer States (Middleware '24)."""
+"""The model's results for the figures of Deep Optimizer States (Middleware '24)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tidegate.simulator.paper_equations import cpu_to_device_ratio
 
 MODELS = ("7B", "8.3B", "10B", "13B", "20B")
 ON_ONE_GPU = ("7B", "8.3B", "10B", "13B")
-"""Those whose 16-bit weights and gradients one GPU of 80 GB holds."""
+"""Models whose 16-bit weights and gradients fit on one GPU with 80 GB."""
 DOWNSCALE = "The CPU's second pass over new weights costs host memory bandwidth and nothing else."
 
 
 def answers(cards: Cards) -> Iterator[tuple[str, Ours]]:
-    """By the id of the row."""
+    """The model's results with these rate cards, each with the id of its row."""
     yield from _speed_ups(cards)
     yield from _settings(cards)
     yield from _shares(cards)
@@ -45,7 +45,7 @@ def _speed_ups(cards: Cards) -> Iterator[tuple[str, Ours]]:
 
 
 def speed_up(s: Setting, ratio: float = 0.0) -> float:
-    """Of an iteration over TwinFlow with the same static ratio; 0 is ZeRO-3."""
+    """Speedup of an iteration over TwinFlow with the same static ratio; ratio 0 is ZeRO-3."""
     return twinflow(s, ratio).total / deep_optimizer_states(s, 2, ratio).total
 
 

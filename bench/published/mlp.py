@@ -1,4 +1,4 @@
-"""What the model says to the figures of MLP-Offload (SC '25)."""
+"""The model's results for the figures of MLP-Offload (SC '25)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORAGE = (
 
 
 def answers(cards: Cards) -> Iterator[tuple[str, Ours]]:
-    """By the id of the row."""
+    """The model's results with these rate cards, each with the id of its row."""
     yield from _homes(cards)
     yield from _zero3(cards)
     yield from _speed_ups(cards)

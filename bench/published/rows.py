@@ -1,4 +1,4 @@
-"""A figure as the papers report it, beside what the model says."""
+"""The result of the model for a figure that a paper reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Ours(NamedTuple):
-    """value: None where the model has nothing to say, which counts as an error of 1; `assumes` then says why."""
+    """The model's result for one row. value: None if the model has no answer, which counts as an error of 1. assumes:
+    the assumptions of the row or, without a value, the reason."""
 
     value: float | None
     assumes: str

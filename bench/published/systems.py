@@ -1,8 +1,9 @@
-"""The systems of the papers as plans of our planner, run by our simulator on the papers' machines.
+"""Models of the papers' systems: plans of Tidegate's planner, simulated on the papers' machines.
 
-ZeRO-3 and TwinFlow are the policy `twinflow`: one op at a time. Deep Optimizer States is `interleaved` with a stride.
-With storage, ZeRO-3 has one path, no cache, 16 bytes a parameter read (fp32 gradients with the state) and 12 written;
-MLP-Offload has both paths, Eq. 1, alternating order and a cache, and moves 12 bytes each way. State is fp32 in all.
+ZeRO-3 and TwinFlow use the policy `twinflow`: one op at a time. Deep Optimizer States is `interleaved` with a stride.
+With storage, ZeRO-3 has one path and no cache; it reads 16 bytes per parameter (fp32 gradients and state) and writes
+12. MLP-Offload has both paths, Eq. 1, alternating order and a cache, and reads and writes 12 bytes per parameter. State
+is fp32 in all systems.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from tidegate.simulator.fair_share import shared_times
 from tidegate.simulator.steady_state import Rank, sampled, steady_steps
 
 DEEPSPEED_BYTES: Final = 28
-"""Bytes a parameter that DeepSpeed's update on the CPU moves in host memory: weight and both moments, read and written
-in fp32, and the fp32 gradient."""
+"""Bytes per parameter of host memory traffic of DeepSpeed's update on the CPU: weight and both moments, read and
+written in fp32, and the fp32 gradient."""
 DOWNSCALED_BYTES: Final = DEEPSPEED_BYTES + 6
-"""With the new weight read once more and written in 16 bits (DOS 4.2, D_c)."""
+"""The same with a second pass, which reads the new fp32 weight again and writes it in 16 bits (DOS 4.2, D_c)."""
 JLSE_DEVICE: Final = 100e9 / 4
-"""Parameters a second that one H100 updates (DOS 1: 100 G for four); MLP 4.2 gives 40 G for four."""
+"""Parameters per second that one H100 updates. DOS 1 states 100 G/s for four GPUs; MLP 4.2 states 40 G/s for four."""
 JLSE_COPY: Final = 12e9 / 4 * 2
-"""Bytes of new 16-bit weights a second to one GPU, downscaled and copied one after the other (DOS 1: 12 G parameters/s
-for four)."""
+"""Bytes per second of new 16-bit weights to one GPU, first downscaled and then copied (DOS 1: 12 G parameters/s for
+four GPUs)."""
 JLSE_GRADIENT: Final = 4e9
-"""Bytes of 16-bit gradients a second from one GPU into fp32 buffers of the host (DOS Table 1, G16 to H32)."""
+"""Bytes per second of 16-bit gradients from one GPU into fp32 buffers of the host (DOS Table 1, G16 to H32)."""
 FP16: Final = Workload(weight="float16")
-"""16-bit weights and 12 bytes of fp32 state a parameter: what both papers train with."""
+"""The workload of both papers: 16-bit weights, and 12 bytes of fp32 state per parameter."""
 
 
 class Iteration(NamedTuple):
@@ -53,10 +54,11 @@ class Iteration(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on a machine.
+    """A model on a machine, with the speeds of the system.
 
-    device: parameters a second that one GPU updates. copy and gradient: bytes a second of one GPU for what DeepSpeed
-    does one after the other, new weights to the GPU and gradients to the host. pinned_cache: see `Cards`.
+    device: parameters per second that one GPU updates. copy, gradient: bytes per second of one GPU in DeepSpeed, for
+    new weights to the GPU and for gradients to the host; DeepSpeed does both one after the other. pinned_cache: as in
+    `Cards`.
     """
 
     model: ModelShape
@@ -77,7 +79,8 @@ class Setting:
         return -(-self.model.params // self.machine.ranks)
 
     def iteration(self, gradients: float, update: float) -> Iteration:
-        """gradients: seconds of the last backward in which nothing else can be done."""
+        """The times of an iteration whose update takes `update` seconds. gradients: seconds by which gradients make the
+        last backward longer."""
         once = passes(self.model, self.machine, self.work)
         n = self.accumulation
         return Iteration(n * once.forward, n * once.backward + gradients, update)
@@ -85,7 +88,8 @@ class Setting:
 
 @cache
 def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> Iteration:
-    """ZeRO-3 with state in host memory; with a ratio, DeepSpeed's TwinFlow. gradients_wait: their copies block."""
+    """ZeRO-3 with state in host memory or, with a ratio, DeepSpeed's TwinFlow. gradients_wait: copies of gradients
+    block the backward."""
     share = _share(s, DEEPSPEED_BYTES)
     subgroups = subgroups_of(s.of_rank, s.work)
     placed = steady_placements(place_subgroups(len(subgroups), stride=OFF, static_ratio=ratio))
@@ -100,7 +104,8 @@ def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> 
 
 @cache
 def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.0) -> Iteration:
-    """Interleaved, as our engine would do it with fp32 state; the CPU downscales new weights in a second pass."""
+    """Deep Optimizer States: interleaved by Tidegate's planner, with fp32 state. The CPU downscales new weights in a
+    second pass."""
     share = _share(s, DOWNSCALED_BYTES)
     subgroups = subgroups_of(s.of_rank, s.work)
     plan = make_plan(
@@ -110,8 +115,11 @@ def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.
 
 
 class Stored(NamedTuple):
-    """An iteration with storage. read and write: GB/s of the node while that is under way; effective_io: GB/s of the
-    node as MLP 4.3 defines it, twice the bytes of all subgroups by the time of reads and of writes."""
+    """An iteration with storage.
+
+    read, write: GB/s of the node while it reads and writes. effective_io: GB/s of the node as MLP 4.3 defines it: bytes
+    read and written of all subgroups, divided by the times of reads and writes.
+    """
 
     iteration: Iteration
     read: float
@@ -121,7 +129,8 @@ class Stored(NamedTuple):
 
 @cache
 def zero3_nvme(s: Setting) -> Stored:
-    """All state on NVMe; fp32 gradients are written to it in the backward, and read with the state in the update."""
+    """ZeRO-3 with all state on NVMe. Gradients are written there in fp32 during the backward, and read with the state
+    during the update."""
     nvme = s.machine.by_name["nvme"]
     one = replace(s, machine=replace(s.machine, paths=(nvme,)))
     written = 4.0 * one.of_rank * s.machine.gpus / nvme.write_bytes_per_second
@@ -133,7 +142,8 @@ def zero3_nvme(s: Setting) -> Stored:
 
 @cache
 def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stored:
-    """16-bit gradients in host memory; a cache of what the runtime leaves of host memory; Eq. 1 over these paths."""
+    """MLP-Offload with these paths: 16-bit gradients in host memory, a cache in the host memory that the runtime leaves
+    free, and a split by Eq. 1."""
     machine = replace(s.machine, paths=tuple(s.machine.by_name[name] for name in paths))
     cache = int(cache_bytes(s) / machine.gpus)
     knobs = EffectiveKnobs(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=not s.pinned_cache)
@@ -141,8 +151,11 @@ def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stor
 
 
 def cache_bytes(s: Setting) -> float:
-    """Host memory of a node for the cache: 90 % of it, less what the runtime takes (250 to 350 GB by model size, MLP
-    4.3: linear from 40 to 120 G parameters on a node), less three subgroups of each process."""
+    """Host memory of a node for the cache, in bytes: 90 % of it, without the memory of the runtime and without three
+    subgroups of each process.
+
+    The runtime takes 250 to 350 GB by model size (MLP 4.3), assumed linear from 40 to 120 G parameters per node.
+    """
     of_node = s.of_rank * s.machine.gpus / 1e9
     runtime = 250 + 100 * min(1.0, max(0.0, (of_node - 40) / 80))
     slots = s.machine.gpus * s.work.host_slots * s.work.subgroup_numel * s.work.state_bytes
@@ -150,11 +163,12 @@ def cache_bytes(s: Setting) -> float:
 
 
 _LONG: Final = 1e6
-"""Seconds: a backward that ends after all copies that it may hide. What it does not hide is added."""
+"""Seconds: a backward that is long enough to hide all copies. The time that it cannot hide is added separately."""
 
 
 def _share(s: Setting, cpu_bytes: int) -> NodeShare:
-    """A second pass makes an update on the CPU longer by what it moves more."""
+    """The share of a rank. cpu_bytes: bytes per parameter of an update on the CPU; with more bytes (a second pass) it
+    takes longer in proportion."""
     rate = (s.machine.cpu_params_per_second or 0.0) * DEEPSPEED_BYTES / cpu_bytes
     return NodeShare(replace(s.machine, cpu_params_per_second=rate), s.work, cpu_bytes)
 

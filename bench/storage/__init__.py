@@ -1,1 +1,1 @@
-"""What the benches of storage share: trainings in processes of their own, fio, figures of many rounds."""
+"""Common parts of the storage benches: trainings in their own processes, fio, and statistics over rounds."""

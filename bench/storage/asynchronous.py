@@ -1,8 +1,9 @@
-"""DeepSpeed ZeRO-3 with CPU offload, changed in one thing: gradients go to host memory on a stream of their own.
+"""DeepSpeed ZeRO-3 with CPU offload and one change: gradients are copied to host memory on a separate CUDA stream.
 
-DeepSpeed 0.19.8 copies a gradient to the host, back, and as fp32 to the host again, in the stream that reduces it:
-the next ones wait. Here it becomes fp32 on the device and crosses once, while the backward goes on; `step()` waits for
-what is left. Beside this a gain of ours is not that of the copies alone.
+DeepSpeed 0.19.8 copies a gradient to the host, back, and as fp32 to the host again, in the stream that reduces
+gradients, so that the next ones wait. Here a gradient is converted to fp32 on the device and copied once, while the
+backward continues; `step()` waits for the remaining copies. With it, benches can separate the gain of asynchronous
+copies from the other gains of Tidegate.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 
 
 class AsynchronousGradients:
-    """Takes the place of `partition_grads` and `step` of one `DeepSpeedZeroOptimizer_Stage3`.
+    """Replaces `partition_grads` and `step` of one `DeepSpeedZeroOptimizer_Stage3`.
 
-    Without accumulation, without NVMe; `pin_memory` should be set. The weights are DeepSpeed's, bit for bit. Without
-    CUDA the copies are ordinary ones: for tests of just that.
+    Only for runs without gradient accumulation and without NVMe; `pin_memory` should be set. The weights are equal to
+    DeepSpeed's bit for bit. Without CUDA the copies are synchronous, which is sufficient to test that equality.
     """
 
     def __init__(self, optimizer: Any) -> None:

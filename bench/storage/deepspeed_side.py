@@ -1,4 +1,5 @@
-"""The same training with DeepSpeed ZeRO-3, with its own optimizer offload or with Tidegate in it."""
+"""A training with DeepSpeed ZeRO-3, with DeepSpeed's own optimizer offload or with Tidegate. The model is that of
+`Ours`."""
 
 from __future__ import annotations
 
@@ -13,21 +14,22 @@ from storage.asynchronous import AsynchronousGradients
 from storage.side import Model
 
 BUFFERS = 12
-"""The least with which reads and writes are pipelined: four arrays of the subgroup before, of this and of the next."""
+"""Fewest buffers with which DeepSpeed pipelines reads and writes: four arrays for each of the previous, the present and
+the next subgroup."""
 
 
 class DeepSpeed:
-    """Subgroups of one layer."""
+    """A training of linear layers with DeepSpeed ZeRO-3 in this process. Each layer is a subgroup."""
 
     def __init__(
         self, *, model: Model, offload: Mapping[str, Any], threads: int, block: Mapping[str, Any] | None = None,
         block_bytes: int = 1 << 20, depth: int = 8, max_grad_norm: float = 1.0, device: str = "cpu",
         asynchronous: bool = False,
     ) -> None:  # fmt: skip
-        """offload: DeepSpeed's `offload_optimizer`. block: the `"tidegate"` block, None for DeepSpeed's own.
+        """offload: DeepSpeed's `offload_optimizer`. block: the `"tidegate"` block; None for DeepSpeed's own offload.
 
-        block_bytes, depth: of DeepSpeed's asynchronous I/O. device: "cpu" or "cuda".
-        asynchronous: DeepSpeed's own, but for its copies of gradients (`AsynchronousGradients`).
+        block_bytes, depth: block size and queue depth of DeepSpeed's asynchronous I/O. device: "cpu" or "cuda".
+        asynchronous: DeepSpeed's own offload with asynchronous copies of gradients (`AsynchronousGradients`).
         """
         os.environ |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": str(threads)}
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -93,13 +95,14 @@ class DeepSpeed:
 
 
 def on_nvme(directory: str) -> dict[str, Any]:
-    """`offload_optimizer` with state in a folder, read and written beside the update."""
+    """The setting `offload_optimizer` for state in this folder, with reads and writes pipelined with the update."""
     pipelined = {"buffer_count": BUFFERS, "pipeline_read": True, "pipeline_write": True}
     return {"device": "nvme", "nvme_path": directory, **pipelined}
 
 
 def check_nvme(device: str = "cpu") -> None:
-    """Ends the program, with what is missing, where DeepSpeed cannot read and write files by itself."""
+    """Ends the program if DeepSpeed cannot read and write files on this machine. The message names the missing
+    package."""
     asked = "import sys; from deepspeed.ops.op_builder import AsyncIOBuilder as A; sys.exit(not A().is_compatible())"
     done = subprocess.run(
         [sys.executable, "-c", asked], env={**os.environ, "DS_ACCELERATOR": device}, capture_output=True, text=True
@@ -109,5 +112,5 @@ def check_nvme(device: str = "cpu") -> None:
 
 
 def buffer_bytes(model: Model) -> int:
-    """Host memory of its staging buffers: fp32 arrays of one subgroup."""
+    """Host memory of DeepSpeed's staging buffers in bytes: fp32 arrays of one subgroup."""
     return BUFFERS * 4 * model.width**2

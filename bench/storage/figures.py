@@ -1,4 +1,4 @@
-"""Figures of many rounds, and of the spans of one step."""
+"""Statistics of figures over rounds, and figures from the spans of one step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tidegate.timeline.timeline import Span
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Median and quartiles."""
+    """Median and quartiles, rounded to `digits` decimals."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"median": round(middle, digits), "quartile_low": round(low, digits), "quartile_high": round(high, digits)}
 
 
 def ratios(of: Sequence[float], by: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """The ratios of two series, element by element (round by round)."""
     return [one / other for one, other in zip(of, by, strict=True)]
 
 
 def bytes_between(spans: Iterable[Span], start: float, end: float) -> float:
-    """What was moved in a stretch of time: a span that only reaches into it counts in proportion."""
+    """Bytes that were transferred between `start` and `end`. A span that is partly inside counts in proportion."""
     return math.fsum(
         span.nbytes * (min(span.end, end) - max(span.start, start)) / (span.end - span.start)
         for span in spans
@@ -32,8 +32,8 @@ def bytes_between(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 def overlap(*groups: Sequence[Span]) -> float:
-    """Time in which a span of every group is in progress, by the busy time of the group that is busy for the shortest
-    time; 0 when a group has no spans."""
+    """Overlap of several groups of spans: the time in which every group has a span in progress, divided by the busy
+    time of the group with the shortest busy time. 0 if a group has no spans."""
     stretches = [union(group) for group in groups]
     edges = sorted(edge for group in stretches for start, end in group for edge in ((start, 1), (end, -1)))
     running, since, together = 0, 0.0, 0.0

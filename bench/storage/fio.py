@@ -1,4 +1,4 @@
-"""What a disk gives to fio, in memory like ours: huge pages wherever the system has them."""
+"""Throughput of a disk by fio. Its memory has huge pages where the system has them, like Tidegate's buffers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Makes malloc ask for huge pages, as our buffers do. With ordinary ones disks of VMs can be half as fast."""
+"""Environment variables that make malloc use huge pages, as Tidegate's buffers do. With ordinary pages, disks of
+virtual machines can be half as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Reads and writes in equal parts. `depth`: blocks in flight of both together."""
+    """An I/O load of as many reads as writes. depth: blocks in flight, reads and writes together."""
 
     block_bytes: int
     depth: int
@@ -24,14 +25,15 @@ class Mix:
 
 
 def available() -> str | None:
-    """Why fio cannot be used, if it cannot."""
+    """The reason why fio cannot be used on this machine; None if it can."""
     return None if shutil.which("fio") else "fio is not installed: shares of its rate are null"
 
 
 def rate(file: Path, mix: Mix, join: str | None = None) -> float:
-    """Bytes a second, read and written together. Makes the file if it is missing; fio's own start is not counted.
+    """Bytes per second of reads and writes together. Creates the file if it is missing; fio's start time is not
+    counted.
 
-    join: a file of a control group to which fio writes its process id.
+    join: file of a control group, to which fio's process adds its id.
     """
     if not file.exists():
         _fill(file, mix)
@@ -40,7 +42,8 @@ def rate(file: Path, mix: Mix, join: str | None = None) -> float:
 
 
 def _fill(file: Path, mix: Mix) -> None:
-    """Written, not only reserved: reads of what was never written do not reach the disk."""
+    """Creates the file by writing all of its blocks. Reserving them is not enough, because reads of unwritten blocks do
+    not reach the disk."""
     _run(file, mix, None, rw="write", end_fsync=1)
 
 

@@ -1,4 +1,4 @@
-"""Control groups of the kernel: processes that are throttled together, or share a limit of memory."""
+"""Control groups of the kernel: for processes that are throttled together, or share a memory limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ UNIFIED = Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A control group below `root`. Gone when its context ends; its processes must have ended before."""
+    """A control group below `root`. A context manager: it is removed at the end, before which its processes must have
+    ended."""
 
     def __init__(self, root: Path, name: str = "group") -> None:
         self.folder = root / f"tidegate-bench-{name}-{os.getpid()}"
@@ -31,14 +32,15 @@ class Group:
 
     @property
     def members(self) -> str:
-        """The file to which a process writes its id to join."""
+        """The file to which a process writes its id to join the group."""
         return str(self.folder / "cgroup.procs")
 
 
 class MemoryGroup(Group):
-    """Counts the memory of its processes, page cache included, and bounds it. They are killed when it cannot be kept.
+    """A control group that measures and limits the memory of its processes, including the page cache. The kernel kills
+    processes if the limit cannot be kept.
 
-    OSError where `memory_unavailable` would have said why.
+    OSError in the cases for which `memory_unavailable` gives a reason.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,11 +53,11 @@ class MemoryGroup(Group):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that it has had."""
+        """The group's highest memory use, in bytes."""
         return int((self.folder / ("memory.max_usage_in_bytes" if self._first else "memory.peak")).read_text())
 
     def limit(self, nbytes: int) -> None:
-        """From now on, and none of it in swap."""
+        """Limits the group's memory to `nbytes` from now on, without use of swap where the kernel can limit it."""
         first, swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes") if self._first else (
             "memory.max", "memory.swap.max",
         )  # fmt: skip
@@ -65,7 +67,7 @@ class MemoryGroup(Group):
 
 
 def memory_unavailable() -> str | None:
-    """Why memory cannot be bounded here, if it cannot."""
+    """The reason why memory cannot be limited on this machine; None if it can."""
     if os.geteuid() != 0:
         return "a control group for memory needs root"
     controllers = UNIFIED / "cgroup.subtree_control"

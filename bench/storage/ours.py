@@ -1,4 +1,4 @@
-"""A training with Tidegate, whose state is on storage paths. The device is emulated, as fast as the machine itself."""
+"""A training with Tidegate, with state on storage paths. The device is emulated without pacing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from storage.figures import bytes_between, overlap
 from storage.side import Model
 
 UNPACED = 1e15
-"""Bytes or parameters a second: no emulated lane waits, what takes time is real work."""
+"""Rate of an emulated device without pacing, in bytes or parameters per second: no lane waits artificially."""
 
 
 class Ours:
-    """`offload`: arguments of `tidegate.Offload`; `paths` may hold settings as dicts. `lock_directory`: where the locks
-    of this training lie, so that it waits for no one else's."""
+    """A training of linear layers with Tidegate in this process.
+
+    offload: arguments of `tidegate.Offload`; the values of `paths` are dicts with the fields of `PathSettings`.
+    lock_directory: folder for lock files of paths; another folder for each training, so that they do not wait for each
+    other.
+    """
 
     def __init__(
         self, *, model: Model, offload: dict[str, Any], lock_directory: str, threads: int, max_grad_norm: float = 1.0

@@ -1,4 +1,5 @@
-"""A training in a process of its own, one step at a time, so that several take turns on one machine."""
+"""A training in its own process that makes one step at a time, so that several trainings can alternate on one
+machine."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Linear layers of `width`² weights, each alike: `DeepSpeed` never splits one, so that they make subgroups."""
+    """A model of equal linear layers with `width`² weights each. Every layer is one subgroup of `DeepSpeed`, which
+    never splits a layer."""
 
     layers: int
     width: int
@@ -38,7 +40,8 @@ class Model:
 
 
 class Training(Protocol):
-    """Built in the process that trains. Phases of one iteration, in this order, and what is to be told of it."""
+    """Interface of a training in its process: the phases of one iteration, called in this order, and figures about
+    it."""
 
     def forward(self) -> None: ...
 
@@ -47,7 +50,8 @@ class Training(Protocol):
     def update(self) -> None: ...
 
     def told(self, backward_began: float) -> dict[str, Any]:
-        """Of the step that has just been made; times are monotonic."""
+        """Further figures about the last step, by name. backward_began: start of its backward, on the monotonic
+        clock."""
 
     def close(self) -> None: ...
 
@@ -56,12 +60,12 @@ Build = Callable[..., Training]
 
 
 class Side:
-    """A process that trains when it is told to. A context manager; the process ends with it."""
+    """A process that trains one step on request. A context manager: the process ends with the context."""
 
     def __init__(self, build: Build, *, join: str | None = None, **settings: Any) -> None:
-        """`build(**settings)` makes the training, in the new process. Waits until it is there.
+        """Starts the process, which builds the training by `build(**settings)`, and waits until that is done.
 
-        join: a file of a control group to which the process writes its id before that.
+        join: file of a control group, to which the process adds its id before it builds the training.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
@@ -76,8 +80,8 @@ class Side:
         self._answer()
 
     def step(self) -> dict[str, Any]:
-        """One iteration: seconds of its phases, bytes that the process read from and wrote to disks, and what the
-        training tells."""
+        """Runs one iteration. Returns the seconds of its phases, the bytes that the process has read from and written
+        to disks, and the figures of `Training.told`."""
         self._pipe.send("step")
         return self._answer()
 
@@ -147,7 +151,8 @@ def _iteration(training: Training) -> dict[str, Any]:
 
 
 def _disk_bytes() -> tuple[int, int]:
-    """What this process has read from and written to disks so far; what the page cache answered is not in it."""
+    """Bytes that this process has read from disks and written to disks since its start. Reads from the page cache are
+    not counted."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(rows["read_bytes"]), int(rows["write_bytes"])
 

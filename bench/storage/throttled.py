@@ -1,6 +1,7 @@
-"""Storage paths of chosen speed: loop devices with a file system, throttled by the kernel, outside of their users.
+"""Storage paths of chosen speed: file systems on loop devices that the kernel throttles, without knowledge of the
+programs.
 
-Needs root, loop devices and the blkio controller of cgroup v1. Only processes in the group are throttled.
+Needs root, loop devices and the blkio controller of cgroup v1. Only processes in the control group are throttled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BLKIO = Path("/sys/fs/cgroup/blkio")
 
 
 def unavailable() -> str | None:
-    """Why paths cannot be throttled here, if they cannot."""
+    """The reason why paths cannot be throttled on this machine; None if they can."""
     if os.geteuid() != 0:
         return "throttled paths need root"
     if not (BLKIO / "blkio.throttle.read_bps_device").exists():
@@ -29,10 +30,12 @@ def unavailable() -> str | None:
 
 
 class ThrottledPath:
-    """A file system of its own on a loop device, whose file lies in `backing`. A context manager; leaves nothing."""
+    """A separate file system on a loop device, whose file is in the folder `backing`. A context manager: everything is
+    removed at its end."""
 
     def __init__(self, group: Group, mount: Path, backing: Path, nbytes: int, bytes_per_second: int) -> None:
-        """`bytes_per_second`: of reads, and as many of writes."""
+        """mount: directory for the file system. nbytes: size. bytes_per_second: limit for reads, and the same for
+        writes."""
         self._group, self.directory, self._nbytes = group, mount, nbytes
         self._file = backing / f"{mount.name}-{os.getpid()}.img"
         self.bytes_per_second = bytes_per_second
@@ -53,7 +56,7 @@ class ThrottledPath:
         return self
 
     def throttle(self, bytes_per_second: int) -> None:
-        """From now on, each way."""
+        """Sets a new limit for reads and for writes."""
         self.bytes_per_second = bytes_per_second
         number = os.stat(self._device).st_rdev
         for way in ("read", "write"):
@@ -61,7 +64,7 @@ class ThrottledPath:
             (self._group.folder / f"blkio.throttle.{way}_bps_device").write_text(rule)
 
     def fio_rate(self, mix: Mix) -> float:
-        """What it gives alone: bytes a second, both ways together."""
+        """Bytes per second of fio on this path alone, reads and writes together."""
         file = self.directory / "fio"
         try:
             return rate(file, mix, join=self._group.members)

@@ -1,1 +1,1 @@
-"""What the benches of strides share: a training of any size whose backward takes as long as one says, and intervals."""
+"""Common parts of the benches of strides: a training of any size, whose backward takes a given time, and intervals."""

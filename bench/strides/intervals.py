@@ -1,4 +1,4 @@
-"""Medians with bootstrap intervals (95 %), of rounds and of ratios round by round."""
+"""Medians with bootstrap intervals (95 %), of values and of ratios per round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RESAMPLES = 4000
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Median and the bootstrap's 95 % interval of it."""
+    """The median, and its bootstrap interval (95 %)."""
     found = np.asarray(values)
     chance = np.random.default_rng(0)
     medians = np.median(chance.choice(found, (RESAMPLES, len(found))), axis=1)
@@ -19,5 +19,6 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(of: Sequence[float], by: Sequence[float]) -> dict[str, float]:
-    """Round by round: what the machine does meanwhile meets both."""
+    """Median and interval of the ratios `of` / `by`, computed in each round, where both have the same load on the
+    machine."""
     return interval([one / other for one, other in zip(of, by, strict=True)])

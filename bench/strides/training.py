@@ -1,6 +1,6 @@
-"""Parameters in a flat list, gradients that just come, a backward of a stated length: all but the update is cheap.
+"""A training in which only the update takes time: gradients are given, and the backward only waits for a given time.
 
-On a GPU the weights are there and the copies are real; without one the device is emulated and paced to stated rates.
+On a GPU, weights and copies are real. Otherwise the device is emulated and slowed down to stated rates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARAMS = 8
 
 
 class Given(torch.autograd.Function):
-    """A loss whose backward gives each parameter a copy of its gradient, after a while."""
+    """Autograd function for a loss whose backward waits, and then returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, seconds: float, gradients: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Given(torch.autograd.Function):
 
 
 class Training:
-    """bf16 weights; an fp32 master, moments in fp32. `step()` gives the seconds of one update."""
+    """A training with bf16 weights and fp32 moments. `step()` returns the seconds of the update."""
 
     def __init__(self, numel: int, subgroups: int, backward_seconds: float = 0.02, **offload: Any) -> None:
         where = "cuda" if torch.cuda.is_available() and offload.get("device") != "emulated" else "cpu"
@@ -53,9 +53,10 @@ class Training:
         self.optimizer.observers.append(self._note)
 
     def pace_cpu(self, params_per_second: float) -> None:
-        """The CPU update takes at least so long, as lanes of an emulated device do: a busy machine matters less.
+        """Slows the CPU update down to this rate, as the lanes of an emulated device are, so that other load on the
+        machine matters less.
 
-        A wrapper around the engine's own op, in this bench alone.
+        It wraps the engine's own op, in this bench only.
         """
         runner = self.optimizer.engine._runner
         update = runner._cpu_update

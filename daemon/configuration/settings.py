@@ -30,26 +30,28 @@ class Settings(BaseModel):
     """Directory with one file `<scope>.token` for every scope, provided from outside (secrets mounted as files). The
     daemon reads these files and never writes them. None: the daemon makes the token files in `home`."""
     database_url: str | None = None
-    """Any SQLAlchemy URL; None is an SQLite file in `home`."""
+    """URL of the database in SQLAlchemy's format. None: an SQLite file in `home`."""
     bind: str = "127.0.0.1"
     port: int = Field(default=8790, ge=0, le=65_535)
     """Port to listen on; 0 chooses a free port."""
     advertise_address: str | None = None
     """Name or address by which other machines reach this daemon."""
     allowed_hosts: tuple[str, ...] = ()
-    """More values of the Host header to accept; `*.example.com` accepts all below that name, `*` any."""
+    """Accepted values of the Host header in addition to the daemon's own names. `*.example.com` accepts all names below
+    `example.com`, `*` accepts any name."""
     metrics: bool = True
     tls_certificate: Path | None = None
     """PEM file with the certificate and its chain; with it the daemon speaks HTTPS only."""
     tls_key: Path | None = None
-    """PEM file with its private key; None where the certificate's file holds it."""
+    """PEM file with the private key of the certificate. None: the key is in the file `tls_certificate`."""
     forgiven_failures: int = Field(default=20, ge=1)
-    """Failed requests of one token or one address before the daemon answers 429 with a time to wait. Failed: with an
-    invalid token, or with a valid token that does not grant the request (counted by token only)."""
+    """Number of failed requests after which the daemon answers 429 with a time to wait, for each token and each
+    address. A request with an invalid token counts for its token and its address; a request with a valid token that
+    does not grant it counts for the token only."""
     request_seconds: float = Field(default=10.0, gt=0, le=3_600)
-    """A connection without a valid token is closed when no request was received and answered on it for this time."""
+    """A connection without a valid token is closed after this time without an answered request."""
     lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
-    """A rank is live for this time after its last message, stale for up to three times as long, then lost."""
+    """A rank is live until this time after its last message, stale until three times this time, and then lost."""
     proposal_seconds: float = Field(default=5.0, gt=0)
     """A proposed generation is aborted when not all ranks have voted within this time."""
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
@@ -110,7 +112,7 @@ class Settings(BaseModel):
 
     @property
     def database(self) -> Path:
-        """The SQLite file, where `database_url` names no other database."""
+        """Path of the SQLite file, which is used if `database_url` is None."""
         return self.home / "tidegate.db"
 
     def announced_host(self, listening: str) -> str:

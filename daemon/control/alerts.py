@@ -1,9 +1,9 @@
 """Alerts received from Alertmanager: the latest state of each alert is stored, each change is a row of the audit log.
 
-The number of stored alerts is limited for each run and each token that reports them. Of firing alerts the most severe
-are kept; among equally severe alerts those that have fired longest, and with the same start those received first. Of
-resolved alerts the newest are kept. So the alerts of one token cannot displace those of another token, and later alerts
-cannot displace equally severe earlier alerts.
+The number of stored alerts is limited for each token that reports them, in each run and in all runs. Of firing alerts
+the most severe are kept; of equally severe alerts those that have fired longest; with the same start those that were
+received first. Of resolved alerts the newest are kept. So the alerts of one token cannot remove alerts of another
+token, and a new alert cannot remove an equally severe alert that has fired longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRING_KEPT: Final = 200
 RESOLVED_KEPT: Final = 50
 """Resolved alerts of one token in one run, at most."""
 KEPT_OF_A_TOKEN: Final = 5_000
-"""Firing alerts of one token in all runs, at most; the same number of resolved alerts."""
+"""Firing alerts of one token in all runs, at most. For its resolved alerts the limit is the same."""
 RESOLVED_SECONDS: Final = 7 * 86_400.0
 """A resolved alert is kept for this time after the daemon last received it."""
 _LABEL: Final = "label_"
@@ -54,7 +54,7 @@ class AlertRegistry:
         self._store = store
         self._wall = wall
         self._known = {alert.key: alert for alert in store.alerts.all()}
-        """Alerts by run and fingerprint, in the order of their last change, as far as this process received it."""
+        """Known alerts by run and fingerprint. Changed alerts are moved to the end."""
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
         """The alerts of a run, worst first."""
@@ -123,7 +123,8 @@ def _rank(alert: KnownAlert) -> tuple[bool, int, float]:
 
 
 def _over_quota(alerts: Iterable[KnownAlert]) -> set[_Key]:
-    """Keys of the alerts over their token's quota. Of alerts with equal rank the first given are kept."""
+    """Keys of the alerts that exceed the quota of their token. Among alerts with equal sort key, the ones that come
+    first in `alerts` are kept."""
     return set(_iterate_over_quota(sorted(alerts, key=_rank)))
 
 

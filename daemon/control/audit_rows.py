@@ -29,7 +29,11 @@ def decision_note(run: str, before: ControlState, decision: Decision, at: float)
 
 
 def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:
-    """The audit row of a takeover: an agent takes a rank over from a process that has ended without a goodbye."""
+    """The audit row of a takeover, as a list; empty if `hello` is not a takeover.
+
+    In a takeover, the agent of `hello` takes the rank from the agent of `held` (None: nobody holds the rank), whose
+    process has ended without signing off.
+    """
     if held is None or held.agent != hello.replaces or hello.process == held.process is not None:
         return []
     ended = f"Process {held.pid} on {held.host} has ended without a goodbye."

@@ -1,4 +1,4 @@
-"""The control plane: handles requests of agents and operators: decides, stores the decision, then notifies.
+"""The control plane: handles requests of agents and operators. It decides, stores the decision, and then notifies.
 
 It runs on one event loop. Every method that decides is called in a turn (`turns.py`, a mutex), one at a time, so the
 methods are atomic. A decision is stored before it becomes visible: if the store raises an exception, the state in
@@ -51,7 +51,7 @@ FLUSH_SECONDS: Final = 30.0
 """Time between two writes of the frequently changing data of ranks."""
 RESET: Final = "reset_knobs at start-up"
 RETRY_SECONDS: Final = 2.0
-"""The deadlines and leases of a run for which they failed are handled again after this time."""
+"""Time until the next try, if the deadlines and leases of a run could not be handled because of an error."""
 log = logging.getLogger(__name__)
 
 
@@ -76,7 +76,7 @@ class ControlPlane:
         self._clock = clock or Clocks()
         self._flushed = self._clock.mono()
         self._not_before: dict[str, float] = {}
-        """When deadlines and leases are handled again, by run for which they failed; on the monotonic clock."""
+        """Time of the next try for runs whose deadlines and leases could not be handled, on the monotonic clock."""
         known = restore(store, lease_seconds, self._clock, GONE_RANKS_KEPT, LAST_STEPS_KEPT)
         damaged = store.run_names() - known[0].keys()
         self._event_ids = EventIds(store)
@@ -153,7 +153,7 @@ class ControlPlane:
         self._events.apply(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
 
     def goodbye(self, agent: str) -> None:
-        """The rank ends on purpose. Idempotent."""
+        """Signs an agent off: its rank has finished. Idempotent."""
         name, rank = self.registry.agents.get(agent, ("", -1))
         if not name:
             self.registry.member(agent)  # raises
@@ -195,7 +195,7 @@ class ControlPlane:
         return self._trials.roll_back(run, to, author, reason)
 
     async def load_last_steps(self, run: Run) -> None:
-        """Reads the last step of those ranks of the run that are gone for so long that it is not in memory any more."""
+        """Loads from the store the last steps of lost and finished ranks of the run that are not in memory."""
         gone = (member for rank, member in run.members.items() if rank not in run.control.present)
         forgotten = {m.hello.agent: m for m in gone if not m.recent and m.window.newest >= 0}
         if not forgotten:
@@ -207,10 +207,10 @@ class ControlPlane:
     # ---- time
 
     def tick(self) -> None:
-        """Handles deadlines and leases of all runs. Call it several times a second.
+        """Handles the deadlines and leases of all runs. Call it several times a second.
 
-        If they fail for one run, the other runs are still handled, and that run is handled again after `RETRY_SECONDS`.
-        It raises at the end if another process holds the database's write lock.
+        If an error occurs for one run, the other runs are still handled, and the next try for that run is after
+        `RETRY_SECONDS`. It raises OperationalError at the end if another process holds the database's write lock.
         """
         now, at, busy = self._clock.mono(), self._clock.wall(), None
         flush = now - self._flushed >= FLUSH_SECONDS
@@ -292,9 +292,9 @@ class ControlPlane:
     def _reset(
         self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
     ) -> None:
-        """Makes the rank's settings the knobs of the run.
+        """Makes the start-up settings of the rank the knobs of the run.
 
-        They are stored together with the rank, so that a hello that failed can be repeated.
+        They are stored in one transaction with the rank (`seated`), so that the agent can repeat a failed hello.
         """
         now, others = self._clock.wall(), run.control.present - {hello.rank}
         paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)
@@ -326,5 +326,5 @@ class ControlPlane:
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:
-    """All knobs that the run has, as a message."""
+    """The knobs as a message; the knobs of storage only if the run has storage paths."""
     return knobs.as_dict(paths=bool(run.paths))

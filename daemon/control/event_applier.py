@@ -24,7 +24,8 @@ class EventApplier:
     def apply(
         self, run: Run, event: ControlEvent, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
     ) -> None:
-        """Applies an event to the run: decides, stores decisions, `agents` and audit rows `also`, and notifies."""
+        """Applies an event to the run: decides, stores the decisions with `agents` and the audit rows `also` in one
+        transaction, and notifies. Votes alone are not stored."""
         before = run.control
         control, decisions = decide(before, event)
         notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.kind in AUDITED]

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
 UNUSABLE_REPORT: Final = "No advice: the figures that the ranks reported cannot be used; the daemon's log says why."
 _MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
-"""Exceptions of the model when reported figures contradict each other; each figure alone was checked on arrival."""
+"""Exceptions of the model that are possible when reported figures, each of which is valid, contradict each other."""
 NO_ROOM: Final = "No prediction: there is no room for it."
 
 
@@ -227,8 +227,8 @@ def _preview(
 def advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
     """Recommended knobs. All knobs are considered except `host_cache`: only the rank knows how much memory is free.
 
-    More resident subgroups are advised only if they fit in the device memory that was free at its peak. The rank may
-    still refuse. Slow: run it in a thread.
+    More resident subgroups are recommended only if they fit in the device memory that was free at the peak of its use.
+    The rank may still refuse. Slow: run it in a thread.
     """
     try:
         return _advise(run, knobs, inputs)

@@ -48,7 +48,7 @@ class Damaged:
 
 
 def find(store: Store) -> list[Damaged]:
-    """All damaged rows of the database."""
+    """Finds all damaged rows of the database."""
     with Session(store.engine) as session:
         found = [damaged for row, make in _READERS for damaged in _damaged(session, row, make)]
         unreadable = {(damaged.table, damaged.rowid) for damaged in found}
@@ -65,9 +65,9 @@ def find(store: Store) -> list[Damaged]:
 
 
 def move(store: Store, found: list[Damaged]) -> None:
-    """Moves the rows into the quarantine table in one transaction.
+    """Moves the damaged rows into the quarantine table in one transaction.
 
-    If audit rows are among them, the trigger that keeps the audit log append-only is removed and made again.
+    If audit rows are among them, the trigger that makes the audit log append-only is dropped before and created again.
     """
     now = time.time()
     with store.engine.begin() as connection:

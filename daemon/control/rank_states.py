@@ -71,7 +71,7 @@ class RankStates:
                 self.finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
 
     def announce_liveness(self, run: Run, member: Member, at: float) -> bool:
-        """Publishes and stores a changed liveness of a rank; whether it has changed."""
+        """Publishes and stores the liveness of a rank if it has changed. Returns whether it has changed."""
         state = self._registry.liveness(member)
         if state == member.announced:
             return False

@@ -74,9 +74,10 @@ class RunRegistry:
         raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
 
     def check_free(self, hello: AgentHello) -> None:
-        """Raises a 409 problem if another live agent holds the rank, or if this agent already holds another rank.
+        """Checks that the agent can hold the rank. Raises a 409 problem if another live agent holds the rank, or if
+        this agent already holds another rank.
 
-        The rank is free if the agent that holds it is the one that `hello.replaces`, which has ended.
+        The agent that `hello.replaces` names has ended, so a rank that it holds is free.
         """
         self._check_damaged(hello.run)
         run = self.runs.get(hello.run)

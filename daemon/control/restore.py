@@ -74,7 +74,7 @@ def _recall_steps(store: Store, member: Member, limit: int) -> None:
 
 
 def _recall_applied(run: Run, generations: list[Generation]) -> None:
-    """Sets each present agent's first step with each generation.
+    """Sets, for the agent that holds each rank, the first step that it ran with each generation.
 
     Generations decided before the agent started are left out: their steps are those of an earlier agent.
     """

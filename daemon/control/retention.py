@@ -35,10 +35,10 @@ LAST_STEPS_KEPT: Final = 4_096
 """Lost or finished ranks whose last step is still in memory. The last step of other ranks is read from the store when
 their run is requested."""
 STEPS_BYTES_OF_A_TOKEN: Final = 384 << 20
-"""Limit of the memory for steps of one token's ranks, as estimated. The last step of 512 ranks with 64 paths each fits
-uncut."""
+"""Limit of the estimated memory in bytes of the steps of one token's ranks. It is enough for the complete last step of
+each of 512 ranks with 64 paths."""
 FIT_SECONDS: Final = 1.0
-"""Pause between two checks of that limit."""
+"""Time between two checks of `STEPS_BYTES_OF_A_TOKEN`."""
 DELETED_AT_ONCE: Final = 20
 """Runs deleted in one transaction, at most, because other changes wait for the transaction."""
 SWEEP_SECONDS: Final = 30.0
@@ -50,8 +50,8 @@ DELETED: Final = "deleted"
 class Retention:
     """Deletes runs that are old or above a limit, and refuses ranks above a token's quota.
 
-    keep_seconds: ended runs are kept for this time after the last message of a rank. deleted: a callback that gets the
-    name of each deleted run.
+    keep_seconds: ended runs are kept for this time after the last message of a rank. The attribute `deleted` is a
+    callback, which is called with the name of each deleted run.
     """
 
     def __init__(
@@ -139,8 +139,11 @@ class Retention:
             self._swept_at = now
 
     def fit_steps(self, now: float) -> None:
-        """Where the steps of a token's ranks take too much memory, those of each rank that has more than its share are
-        cut to that. To be called several times a second; `now` is on the monotonic clock."""
+        """Limits the memory for the steps of each token's ranks to `STEPS_BYTES_OF_A_TOKEN`.
+
+        Above this limit each rank gets an equal share, and the steps of ranks that use more than their share are
+        reduced. Call it several times a second. `now` is on the monotonic clock.
+        """
         if now - self._fitted_at < FIT_SECONDS:
             return
         self._fitted_at = now
@@ -157,7 +160,8 @@ class Retention:
                         member.set_recent(fit_into_memory(member.recent, share))
 
     def forget_gone(self) -> None:
-        """Drops data of lost and finished ranks from memory, except for the latest. Call it every half minute or so."""
+        """Drops steps and timelines of lost and finished ranks from memory, except for the ranks with the latest
+        messages. Call it about every half minute."""
         gone = [
             m for run in self._registry.runs.values() for r, m in run.members.items() if r not in run.control.present
         ]

@@ -21,13 +21,13 @@ from tidegate.wire.event import Event
 from tidegate.wire.step import StepReport
 
 RECENT_STEPS: Final = 20
-"""Full step reports in memory of each rank; of older steps only the figures of `StepWindow` are in memory."""
+"""Number of complete step reports in memory for each rank. Older steps have only the figures in `StepWindow`."""
 EVENTS_KEPT: Final = 1_000
 """Events in memory of each run."""
 WOKEN_AT_ONCE: Final = 16
 """Waiting requests that are woken together."""
 BATCH_PAUSE_SECONDS: Final = 0.008
-"""Pause between two such batches: about the time that a batch of responses takes."""
+"""Pause between two batches of woken requests: about the time that the responses of one batch take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Member:
     applied_generation: int = 0
     reported_generation: int = -1
     applied: dict[int, int] = field(default_factory=dict)
-    """This agent's first step with each generation."""
+    """First step of this agent with each generation, by generation number."""
     effective: KnobChanges = field(default_factory=dict)
     rates: Rates | None = None
     predicted_update_seconds: float | None = None
@@ -138,7 +138,7 @@ class Member:
         return tuple(step for step in sorted(report.steps, key=lambda step: step.step) if self.add(step))
 
     def add(self, step: StepReport) -> bool:
-        """Adds a step if it is newer than all steps before; whether it is."""
+        """Adds a step if its number is larger than the numbers of all steps before. Returns whether it was added."""
         if step.step <= self.window.newest:
             return False
         self.window.add(StepFigures.of(step))
@@ -151,7 +151,8 @@ class Member:
     def is_past(self, report: AgentReport) -> bool:
         """Whether the report is older than the newest report, both by its timestamp and by its step.
 
-        One of the two alone is normal: a clock may be set back, and training may resume from an earlier checkpoint.
+        A lower timestamp alone is normal (a clock may be set back), and so is a lower step alone (training may resume
+        from an earlier checkpoint).
         """
         return report.timestamp < self.reported_at and report.step < self.step
 
@@ -173,7 +174,7 @@ class Member:
         self.rates = Rates.model_validate(stored["rates"]) if stored.get("rates") else None
 
     def set_recent(self, steps: Iterable[StepReport]) -> None:
-        """Replaces the recent steps of the rank, oldest first."""
+        """Replaces the steps in `recent` by `steps`, which are oldest first."""
         self.recent.clear()
         self.recent.extend(steps)
         self.recent_bytes = sum(map(memory_of, self.recent))
@@ -202,10 +203,10 @@ class Run:
     """Notified when the directive for the ranks changes. `event_notifier` would wake all ranks at every report."""
     _lead_and_paths_cache: tuple[int, tuple[str, ...]] = (-1, ())
     _cached_for: frozenset[int] | None = None
-    """The present ranks that the cache was computed for."""
+    """The present ranks for which `_lead_and_paths_cache` was computed; None: it must be computed again."""
 
     def seat(self, member: Member) -> None:
-        """Gives the rank to this member."""
+        """Makes `member` the holder of its rank, in place of an earlier member."""
         self.members[member.hello.rank] = member
         self._cached_for = None
 

@@ -14,8 +14,8 @@ from tidegate.wire.timeline import TimelineView
 TIMELINES_KEPT: Final = 24
 """Number of kept timelines. A compressed timeline is about 10 kB for 200 spans, and at most 100 kB."""
 KEEP_SECONDS: Final = 5.0
-"""One timeline in this time is kept. Otherwise the timelines of a run with short steps would cover a few seconds only,
-and compressing each timeline would cost more than the rest of a report."""
+"""Minimum time between two kept timelines. Otherwise the timelines of a run with short steps would cover a few seconds
+only, and compressing each timeline would cost more than the rest of a report."""
 
 
 @dataclass

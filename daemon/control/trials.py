@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = 5.0
 """A rollback that the ranks refused is proposed again after this time, then after twice as long each time."""
 MAX_RETRY_SECONDS: Final = 300.0
-"""The longest such time. Each proposal makes a generation and two rows of the audit log, which are kept."""
+"""Longest time between two proposals of a rollback: each one adds a generation and two audit rows, which are kept."""
 EVALUATION_INTERVAL_FACTOR: Final = 20.0
 """Pause before the next evaluation of a trial, as a multiple of the time that an evaluation took: an evaluation reads
 all steps of all ranks."""
 REPORTS_A_TRIAL: Final = 8
-"""Reports of each rank during a trial, at least, so that the trial ends soon after its deciding step."""
+"""Number of reports of each rank during a trial, at least, so that the trial ends soon after its deciding step."""
 SHORTEST_REPORT_SECONDS: Final = 0.1
 """Shortest time between two reports."""
 COMMITTED_STATES: Final = frozenset({"committed", "applied"})
@@ -67,7 +67,8 @@ class Trials:
         """Earliest time of the next evaluation, by run; on the monotonic clock."""
 
     def begin(self, run: Run, request: CanaryRequest, predicted: Predicted) -> Canary:
-        """A new trial, which compares with the steps until now. Raises a 409 problem if there are too few of them."""
+        """Creates a trial, which compares the steps after the change with the steps before it. Raises a 409 problem if
+        there are too few steps before."""
         committed = run.control.committed
         if not run.control.present:
             raise ProblemError(409, "no-baseline", "No rank is running: there are no steps to compare with.")

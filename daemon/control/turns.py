@@ -68,7 +68,7 @@ class Turns:
 
     @asynccontextmanager
     async def stopped(self) -> AsyncIterator[None]:
-        """Waits for the present turn, and lets no other turn start: for the shutdown."""
+        """Context manager for the shutdown: waits for the end of the present turn, and lets no other turn start."""
         async with self._lock:
             yield
 

@@ -20,7 +20,7 @@ from tidegate.wire.canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
 UNCOUNTED_STEPS: Final = 1
-"""Steps left out at the begin of a generation: the first step moves state, and is not representative."""
+"""Number of steps left out at the beginning of a generation: the first step moves state, and is not representative."""
 SIGNIFICANT_SCORE: Final = 2.33
 """Standard score that chance exceeds with a probability of 1 %."""
 EARLY_SHARE, EARLY_RATIO = 4, 1.5
@@ -67,7 +67,8 @@ class Canary:
         return self.state in ("waiting", "condemned")
 
     def closed(self, state: CanaryState, verdict: str) -> Canary:
-        """The trial ended with this state; a verdict that was reached before is kept."""
+        """A copy of the trial that has ended with this state. An existing verdict is kept. A trial that has already
+        ended is returned unchanged."""
         return replace(self, state=state, verdict=self.verdict or verdict) if self.open else self
 
 
@@ -169,7 +170,7 @@ def shift(old: Sequence[float], new: Sequence[float]) -> float:
 
 
 def rank_score(old: Sequence[float], new: Sequence[float]) -> float:
-    """Standard score of the Mann-Whitney U, positive when `new` tends to be larger; ties count half."""
+    """Standard score of the Mann-Whitney U statistic; positive when `new` tends to be larger. Ties count half."""
     wins = sum((b > a) + 0.5 * (b == a) for a in old for b in new)
     pairs = len(old) * len(new)
     return (wins - pairs / 2) / math.sqrt(pairs * (len(old) + len(new) + 1) / 12)

@@ -70,7 +70,7 @@ class ControlState:
     committed: Generation
     pending: Generation | None = None
     deadline: float = math.inf
-    """When the pending proposal is aborted, on the monotonic clock."""
+    """Time at which the pending proposal is aborted, on the monotonic clock."""
     present: frozenset[int] = frozenset()
     """Ranks that are live or stale."""
 

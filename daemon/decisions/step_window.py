@@ -1,4 +1,4 @@
-"""StepWindow of the newest steps of a rank: a ring buffer of fixed size with the few figures that decisions need."""
+"""Window of the newest steps of a rank: a ring buffer of fixed size with the few figures that decisions need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH: Final = 5
 
 
 class StepFigures(NamedTuple):
-    """StepFigures of one step. None: the rank did not report the figure.
+    """Figures of one step. None: the rank did not report the figure.
 
     `seconds` is the sum of forward, backward and update; `peak_bytes` is the peak use of device memory.
     """
@@ -43,8 +43,8 @@ class StepFigures(NamedTuple):
 
 
 class StepWindow:
-    """The newest `STEPS_KEPT` steps of a rank, oldest first. It takes 12 kB from the first step on; reports would take
-    1 MB."""
+    """The newest `STEPS_KEPT` steps of a rank, oldest first. It takes 12 kB of memory as soon as it has one step; the
+    complete step reports would take 1 MB."""
 
     def __init__(self, newest: int = -1) -> None:
         self.newest = newest

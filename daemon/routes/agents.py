@@ -63,7 +63,7 @@ async def hello(plane: Plane, who: RequestCaller, message: AgentHello) -> Lease:
 
 
 def _check_metrics_address(address: str) -> None:
-    """Ends the request for what Prometheus cannot scrape: `/sd` gives it on as it is."""
+    """Raises a 422 problem if the address is neither empty nor `host:port`. `/sd` gives it to Prometheus."""
     found = _HOST_AND_PORT.fullmatch(address)
     if address and (found is None or not 0 < int(found["port"]) < 65_536):
         detail = (
@@ -75,7 +75,7 @@ def _check_metrics_address(address: str) -> None:
 
 @fast_router.post("/{agent}/reports", dependencies=[AGENT_OF_ANY_RUN], responses=problem_responses(409))
 async def report(plane: Plane, agent: OwnAgent, message: AgentReport) -> Lease:
-    """Takes the rank's report since its last one, and renews its lease."""
+    """Takes a report of the rank about the time since its last report, and renews the rank's lease."""
     return await plane.turns.do(plane.report, agent, message)
 
 

@@ -34,7 +34,7 @@ class WebhookAlert(BaseModel):
     annotations: Texts = {}
     startsAt: AwareDatetime
     endsAt: AwareDatetime
-    """In the year 1 while the alert is firing."""
+    """End of the alert; a time in the year 1 while the alert is firing."""
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
 
 

@@ -17,7 +17,7 @@ from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 
 MAX_WAIT_SECONDS = 60.0
 TOKEN_CHECK_SECONDS = 1.0
-"""How often a request that waits looks whether its token is still good."""
+"""Interval at which a waiting request checks whether its token is still valid."""
 
 
 async def _plane(request: Request) -> ControlPlane:

@@ -17,13 +17,14 @@ metrics_router = APIRouter(tags=["prometheus"], dependencies=[PROBE])
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process is alive."""
+    """Answers 200 while the process is alive."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=problem_responses(503))
 async def readyz(request: Request, plane: Plane) -> dict[str, str]:
-    """The database can be read and written: a test row was written within the last second."""
+    """Answers 200 if the database can be read and written: a test row was written within the last second. Answers 503
+    if not, and while the daemon shuts down."""
     readiness: Readiness = request.app.state.readiness
     if reason := await readiness.why_not():
         raise ProblemError(503, "not-ready", reason)

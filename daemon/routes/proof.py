@@ -16,7 +16,7 @@ router = APIRouter(tags=["health"], dependencies=[PROBE])
 async def proof(
     request: Request, nonce: Annotated[str, Query(pattern=NONCE_PATTERN, description="random, hexadecimal")]
 ) -> dict[str, str]:
-    """An HMAC-SHA256 of the nonce and the address at which the connection arrived, with the secret key in `proof.key`
-    of the state directory."""
+    """An HMAC-SHA256 over the nonce and the address at which the connection arrived. Its key is the secret in the file
+    `proof.key` of the state directory."""
     host, port = request.scope["server"]
     return {"proof": sign(request.app.state.proof_key, nonce, host, port)}

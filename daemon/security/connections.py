@@ -53,13 +53,13 @@ class Connection:
         self.authorized = False
         self.gone = False
         self.incomplete = False
-        """A request is being received."""
+        """Whether a request is being received."""
         self.served = False
-        """At least one response was sent."""
+        """Whether at least one response was sent."""
         self._timer: asyncio.TimerHandle | None = None
 
     def authorize(self) -> bool:
-        """Counts the connection as one with a valid token. False, and no change, where the limit is reached."""
+        """Counts the connection as one with a valid token. At the limit it returns False and changes nothing."""
         return self._limiter.authorize(self)
 
     def arm(self, seconds: float, on_timeout: Callable[[Connection], None]) -> None:
@@ -79,7 +79,7 @@ class Connection:
 
 
 class ConnectionLimiter:
-    """Counts the connections of a server, and closes those above the limits or too slow.
+    """Counts the connections of a server. Closes connections above the limits, and connections that are too slow.
 
     count: is called with the reason of each refusal. seconds: the time to send a request with a valid token, TLS
     handshake included. descriptors: the limit of file descriptors of this process.
@@ -108,7 +108,7 @@ class ConnectionLimiter:
         return connection
 
     def authorize(self, connection: Connection) -> bool:
-        """Counts the connection as one with a valid token. False, and no change, where the limit is reached."""
+        """Counts the connection as one with a valid token. At the limit it returns False and changes nothing."""
         if connection.authorized or connection.gone:  # the client may have disconnected during its request
             return True
         if self.authorized >= self.capacity:
@@ -127,7 +127,8 @@ class ConnectionLimiter:
             self._forget(connection)
 
     def progress(self, connection: Connection) -> None:
-        """Data was received. On a connection with a valid token, a request that was begun must arrive in time."""
+        """Handles received data: on a connection with a valid token, starts the timer for a request that is not
+        complete yet, and stops it when the request is complete."""
         if not connection.authorized:
             return
         if not connection.incomplete:
@@ -136,7 +137,7 @@ class ConnectionLimiter:
             connection.arm(REQUEST_SECONDS, self._on_timeout)
 
     def answered(self, connection: Connection) -> None:
-        """A response was sent. On a connection without a valid token the time for the next request starts."""
+        """Handles a sent response: without a valid token, starts the time limit for the next request."""
         connection.served = True
         if not (connection.authorized or connection.gone):
             of_network = self._by_network[network_of(connection.address)]

@@ -20,7 +20,7 @@ class _Bucket:
     left: float
     """Allowed failures that are left."""
     at: float
-    """When `left` was computed, in seconds of the clock."""
+    """Time at which `left` was computed, in seconds of the clock."""
 
 
 class FailureLimiter:

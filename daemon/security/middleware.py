@@ -172,7 +172,7 @@ class SecurityMiddleware:
 
 
 async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application behind TrustedHostMiddleware: it is called when the Host header is a name of the daemon."""
+    """ASGI application behind TrustedHostMiddleware, which calls it only for a Host header that names the daemon."""
     scope[_OWN_NAME] = True
 
 

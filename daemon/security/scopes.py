@@ -42,7 +42,7 @@ class RouteRequirement:
     any_host: bool = False
     """Accepts any Host header in requests without Origin: orchestrators and Prometheus send the address of a pod."""
     any_run: bool = False
-    """Accepts a token for one run, whichever run: the route itself checks what the token may access."""
+    """Accepts a token for any one run: the route itself checks to which runs the token gives access."""
     run: str | None = None
     """The run in the request's path."""
 
@@ -55,7 +55,7 @@ class RouteRequirement:
         return " or ".join(sorted(scope for scope in SCOPES if self.grants(scope)))
 
     def allows_run(self, caller: Caller) -> bool:
-        """Whether the route accepts the run of the caller's token. A token for all runs is always accepted."""
+        """Whether the route accepts the run of the caller's token. A token that is for all runs is always accepted."""
         return caller.run is None or self.any_run or caller.run == self.run
 
 
@@ -115,7 +115,7 @@ _DECLARED: Final[Mapping[Any, RouteRequirement]] = {
 
 
 class RouteRequirements:
-    """The requirements of all routes of the application, looked up by request. A request without a route is closed."""
+    """The requirements of all routes, looked up by request. A request that no route serves gets a requirement, too."""
 
     def __init__(self, routes: Iterable[APIRoute]) -> None:
         self._routes: Sequence[tuple[APIRoute, RouteRequirement]] = [(route, requirement_of(route)) for route in routes]
@@ -135,7 +135,7 @@ class RouteRequirements:
 
 
 def _undeclared(method: str, same_path: Sequence[RouteRequirement]) -> RouteRequirement:
-    """The requirement of a request that no route serves: who meets it gets a 404 or 405 response.
+    """The requirement of a request that no route serves. A caller that meets it gets a 404 or 405 response.
 
     same_path: the requirements of the routes at this path with other methods.
     """

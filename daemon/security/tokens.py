@@ -30,7 +30,7 @@ UNKNOWN_REFRESH_SECONDS: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of a valid token. `run`: the only run that the token gives access to; None: all. `token`: its id."""
+    """The holder of a valid token. `token`: id of the token. `run`: the only run that it gives access to; None: all."""
 
     name: str
     scope: Scope
@@ -84,7 +84,7 @@ class Tokens:
         return Caller(stored.name, stored.scope, stored.run, stored.id) if state == "valid" else state
 
     def _refresh(self, age: float) -> bool:
-        """Reads the tokens from the store if the tokens in memory are at least `age` seconds old; whether it did."""
+        """Reads the tokens again if those in memory are at least `age` seconds old. Returns whether it has read."""
         if self._clock() - self._read_at < age:
             return False
         self._known = self._store.tokens.all()

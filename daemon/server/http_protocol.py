@@ -131,7 +131,7 @@ class Protocol(PipelinedProtocol):
             self.transport.abort()
 
     def _answer(self, answer: Response) -> None:
-        """Sends the response and closes. Where another response was begun or is being made, it only closes."""
+        """Sends the response and closes the connection; only closes it if another response has begun or is prepared."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or not cycle.more_body or self.pipeline:
@@ -194,7 +194,8 @@ class Acceptor:
         task.add_done_callback(functools.partial(self._opened, opening, connection))
 
     async def _open(self, opening: _PendingConnection, connection: Connection) -> None:
-        """Makes the protocol, after the TLS handshake if any. The deadline of the limiter includes the handshake."""
+        """Creates the HTTP protocol object of an accepted connection; with TLS, after the handshake. The limiter's time
+        limit includes the handshake."""
         opening.begun = True
         make = functools.partial(self._make, connection)
         with contextlib.suppress(OSError):  # the client has disconnected, or does not speak TLS
@@ -211,7 +212,7 @@ class Acceptor:
 
 
 class _PendingConnection:
-    """An accepted connection that has no protocol yet. `begun`: the event loop has taken over the socket."""
+    """An accepted connection that has no protocol object yet. `begun`: the event loop has taken over the socket."""
 
     def __init__(self, socket: socket.socket) -> None:
         self.socket = socket

@@ -90,9 +90,9 @@ def why_unusable(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def database_errors_explained(consequence: str) -> Iterator[None]:
-    """Turns the error of an unusable or locked database into a DaemonError with the reason, `consequence` and a remedy.
+    """Turns the error of an unusable or locked database into a DaemonError: reason, `consequence` and remedy.
 
-    consequence: what has not happened, as the beginning of a sentence.
+    consequence: a clause that says what was not done.
     """
     try:
         yield

@@ -17,7 +17,7 @@ from tidegate.daemon.storage.row_reader import json_of, text_of
 BUSY_SECONDS: Final = 5.0
 """Longest wait for the write lock that another process holds, while the daemon starts and in other programs."""
 WAIT_SECONDS: Final = 1.0
-"""Longest wait for that lock in a daemon that serves requests."""
+"""Longest wait for the write lock that another process holds, in a daemon that serves requests."""
 _ONLY_READS: Final = "tidegate_only_reads"
 _LOCK_TIMEOUT: Final = "tidegate_lock_timeout"
 
@@ -28,9 +28,10 @@ class LockTimeout:
 
     seconds: float = BUSY_SECONDS
     gave_up: bool = False
-    """A transaction has waited without success. The next ones do not wait, until one has obtained the lock."""
+    """Whether a transaction has waited for the lock without success. If so, later transactions do not wait, until one
+    has obtained the lock."""
     at_once: bool = False
-    """The next transaction does not wait."""
+    """Whether the next transaction begins without waiting for the lock."""
 
 
 def is_busy(error: OperationalError) -> bool:

@@ -51,7 +51,7 @@ class AuditNote:
 
 
 class LastReport(Message):
-    """`Member.last_report` as it is stored."""
+    """The fields of `Member.last_report`, in the form in which the database stores them."""
 
     phase: Label = "other"
     effective: KnobChanges = Field(default_factory=dict)

@@ -48,7 +48,7 @@ def key_of(row: Base) -> tuple[Any, ...]:
 
 
 def reason(error: Exception) -> str:
-    """The error in one line, without what the row holds."""
+    """The error as text in one line, without the data of the row."""
     errors = getattr(error, "errors", None)
     if callable(errors):
         first = errors()[0]

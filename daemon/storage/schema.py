@@ -79,7 +79,7 @@ class AlertRow(Base):
 
     __tablename__ = "alerts"
     run: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """Empty for an alert without a run."""
+    """Name of the run; empty for an alert without a run."""
     fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
     owner: Mapped[str] = mapped_column(String(64))
     """Id of the token that first reported the alert; empty if unknown."""
@@ -94,7 +94,7 @@ class StepRow(Base):
     agent: Mapped[str] = mapped_column(String(64), primary_key=True)
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     at: Mapped[float]
-    """When the daemon received it, in seconds since the epoch."""
+    """Time at which the daemon received the step, in seconds since the epoch."""
     body: Mapped[str] = mapped_column(Text)
     """The `StepReport` in JSON."""
 

@@ -179,7 +179,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def unwritable(error: OSError) -> str:
-    """The reason of a failed file operation, for a full disk with the remedy, as text without a final full stop."""
+    """The reason of a failed file operation as text without a final full stop; for a full disk with the remedy."""
     why = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return f"{why}. Make room on its disk, then start the daemon again" if full else why

@@ -98,7 +98,7 @@ class Store:
             self._file.check()
 
     def test_write(self) -> None:
-        """Writes one small row; raises SQLAlchemy's error if that fails. It may block: not for an event loop."""
+        """Writes one small row; raises SQLAlchemy's error if that fails. It blocks: do not call it on an event loop."""
         with self._probing.begin() as session:
             session.merge(CounterRow(name=_PROBE, next=int(time.time())))
         self.lock_timeout.gave_up = False  # the write lock is free again: changes may wait for it

@@ -40,7 +40,7 @@ class StoredToken:
         return self.digest[:ID_LENGTH]
 
     def state(self, now: float) -> str:
-        """`valid`, `expired` or `revoked`."""
+        """State of the token at the time `now`: `valid`, `expired` or `revoked`."""
         if self.revoked_at is not None:
             return "revoked"
         return "expired" if self.expires_at is not None and now >= self.expires_at else "valid"

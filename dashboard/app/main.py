@@ -1,4 +1,4 @@
-"""Streamlit's entry script: draws the page of the address."""
+"""Entry script that Streamlit runs: draws the page that the URL in the browser names."""
 
 from tidegate.dashboard.pages.frame import app
 

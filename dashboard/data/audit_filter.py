@@ -1,4 +1,4 @@
-"""Filter and text of audit rows: which rows to show, and how a row's change reads. Pure: it draws nothing."""
+"""Filter and text of audit rows: selects the rows to show, and describes each row's change. It draws nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ALERT: Final = "alert_"
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFilter:
-    """A filter of audit rows; an empty filter takes all rows. `text`: words that a row must contain, in any case."""
+    """A filter of audit rows; an empty filter accepts all rows. `text`: words that a row must contain, ignoring
+    case."""
 
     text: str = ""
     actions: frozenset[str] = frozenset()

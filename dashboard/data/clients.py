@@ -1,4 +1,4 @@
-"""Daemon clients that the pages read with, one for each address and token, and texts for their errors."""
+"""Daemon clients for reading, one for each address and token, and the texts that pages show for their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _lock = threading.Lock()
 
 
 def shared_client(url: str) -> DaemonClient:
-    """The shared client for the daemon at `url`. Callers must not close it; a dropped client is closed when unused."""
+    """The shared client for the daemon at `url`. Callers must not close it: a client that has left the cache is closed
+    when nobody uses it any more."""
     key = (url, find_token("read"))
     with _lock:
         client = _clients.get(key) or DaemonClient(*key, timeout=TIMEOUT_SECONDS)

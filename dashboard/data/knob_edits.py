@@ -1,4 +1,4 @@
-"""Editing rules of knobs: parses and checks typed values, and words changes, conflicts and outcomes. Pure."""
+"""Rules for editing knobs: checks of typed values, and texts for changes, conflicts and outcomes. Pure functions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def limits(bound: KnobBound) -> str:
 
 
 def example(bound: KnobBound) -> str:
-    """An example value, shown in an empty text field."""
+    """An example value, shown in the knob's empty text field."""
     match bound.kind:
         case "size":
             return "12GiB"

@@ -65,7 +65,7 @@ def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
 
 
 def against(effect: MeasuredEffect, predicted: tuple[float, float] | None) -> str:
-    """The measured update seconds before and after a change, and the predicted ones if there was a preview, as text."""
+    """The measured update seconds before and after a change as text, with the predicted ones after a preview."""
     before, after = effect.update_seconds_before, effect.update_seconds_after
     measured = f"update {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}"
     counted = f"{effect.steps_after} steps after, {effect.steps_before} before"

@@ -1,4 +1,5 @@
-"""Input of the capacity planner's page as one value, with conversions from the address and to the planner."""
+"""Input of the capacity planner's page as one value. It is read from the query of a URL, and converted to it and to the
+input of the planner."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.capacity.recommendations import Change, best_changes
 
 KEPT: Final = 64
-"""Cached answers: each refresh of the form asks the same question again."""
+"""Number of cached answers. The cache is needed because each refresh of the form asks the same question again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Question:
 
     @classmethod
     def of_query(cls, query: Mapping[str, str]) -> Self:
-        """The question in an address; fields that are absent or invalid have their defaults."""
+        """The question from the query of a URL; fields that are absent or invalid have their defaults."""
         first, given = asdict(cls()), dict[str, Any]()
         for name, text in query.items():
             if name in first:
@@ -50,12 +51,12 @@ class Question:
         return cls(**{name: value for name, value in given.items() if not _is_nan(value)})
 
     def query(self) -> dict[str, str]:
-        """The fields that differ from their defaults, for the address."""
+        """The fields that differ from their defaults, for the query of a URL."""
         first, now = asdict(type(self)()), asdict(self)
         return {name: str(value) for name, value in now.items() if value != first[name]}
 
     def machine(self) -> Machine:
-        """The machine of the question; ConfigError with a sentence for invalid input."""
+        """The machine of the question as the planner's input. ConfigError with a sentence for invalid input."""
         kind = gpu_named(self.gpu)
         lines = [line.strip() for line in self.paths.splitlines() if line.strip()]
         return Machine.of(
@@ -82,7 +83,8 @@ def _is_nan(value: object) -> bool:
 
 @lru_cache(maxsize=KEPT)
 def answer(asked: Question, shape: ModelShape | None = None) -> CapacityPlan:
-    """The plan. shape: the shape of an uploaded model. ConfigError for invalid input."""
+    """The planner's answer to the question. shape: the shape of an uploaded model, used instead of the named model.
+    ConfigError for invalid input."""
     return plan_capacity(shape or model_named(asked.model), asked.machine(), asked.work())
 
 

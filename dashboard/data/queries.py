@@ -82,7 +82,7 @@ def snapshot_reading(url: str, run: str, rank: int) -> SnapshotReading:
 
 
 def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
-    """The rank's newest timeline; None before its first. Timelines are large, so it is read again only after a step."""
+    """The rank's newest timeline; None before the first one. Timelines are large: read again only after a step."""
     snapshot = snapshot_reading(url, run, rank).snapshot
     if snapshot is None:
         return None
@@ -176,7 +176,7 @@ def _steps(client: DaemonClient, run: str, rank: RankView, before: Snapshot | No
 
 
 def _read_timeline(client: DaemonClient, key: tuple[str, int, str, int]) -> TimelineView | None:
-    """The rank's newest timeline, also stored under the process in the key."""
+    """The rank's newest timeline. It is also stored in memory, for the process that the key names."""
     run, rank, who, _ = key
     found = client.timeline(run, rank)
     if found is not None:

@@ -34,7 +34,7 @@ class _Entry(Generic[T]):
 
     reading: Reading[T] = field(default_factory=Reading)
     until: float = 0.0
-    """When the value expires, on the monotonic clock."""
+    """Time at which the value expires, on the monotonic clock."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 

@@ -15,9 +15,10 @@ from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
 
 NOTEWORTHY_WAIT_SHARE: Final = 0.1
-"""Share of the step from which a wait gives a suggestion to change knobs."""
+"""Share of the step above which waiting leads to a suggestion to change knobs."""
 LARGE_UPDATE_SHARE: Final = 0.25
-"""Share of the step from which an update without such a wait gives a suggestion, if the model has advice."""
+"""Share of the step above which an update leads to a suggestion, if waiting is below `WORTH_A_LOOK` and the model
+recommends a change of knobs."""
 NEARLY_FULL_SHARE: Final = 0.95
 """Share of device memory from which it counts as full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
@@ -25,7 +26,7 @@ LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 urgent than a full device, because they usually come back."""
 RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
-"""A run that has been lost for longer gives no task."""
+"""A run that has been lost for longer than this has no task."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Common layout, axes and colours of all charts. A figure is a plain dict, as Plotly's JavaScript takes it.
 
-Plotly must not measure labels of axes that move with the steps: to measure a label it lays out the page, and it
-remembers the size of each text at each position, up to 10,000 of them. So axes of numbers have fixed margins and no
-titles (the unit is at the last tick), and keep labels that stick out. `themed` replaces Streamlit's theme, which gives
-titles a distance that must be measured.
+The labels of axes that move with the steps must not be measured: to measure a label, Plotly lays out the page, and it
+caches the size of each text at each position, up to 10,000 of them. So axes of numbers have fixed margins, no titles
+(the unit is at the last tick), and labels that may extend beyond the axis. `themed` replaces Streamlit's theme, whose
+distance of titles must be measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def themed(drawn: Figure, theme: palette.Theme) -> Figure:
 
 
 def numbers(unit: str = "", **more: object) -> Axis:
-    """An axis of numbers, with the unit at the last tick."""
+    """An axis of numbers, with the unit after the number of the last tick."""
     ticks = {"ticksuffix": f" {unit}", "showticksuffix": "last"} if unit else {}
     kept = {"automargin": False, "tickangle": 0, "ticklabeloverflow": "allow", "tickfont": TICKS}
     return kept | {"zeroline": False, "nticks": 5} | ticks | more

@@ -57,7 +57,7 @@ def phase_history(steps: Sequence[StepReport], marks: Sequence[Mark] = ()) -> Fi
 
 
 def _line_at(mark: Mark, top: float) -> dict[str, object]:
-    """A dotted line before the first step with the change."""
+    """A dotted vertical line before the first step with the change of knobs."""
     line = {"color": palette.GREY, "width": 1.5, "dash": "dot"}
     return {"type": "line", "x0": mark.step - 0.5, "x1": mark.step - 0.5, "y0": 0, "y1": top, "line": line}
 

@@ -23,7 +23,7 @@ START: Final = "start"
 
 
 def app() -> None:
-    """Draws the page of the address. Live sections refresh by themselves; the rest runs only when the viewer acts."""
+    """Draws the page that the URL names. Live sections refresh by themselves, others only when the viewer acts."""
     st.set_page_config(page_title="Tidegate", page_icon="🌊", layout="wide", initial_sidebar_state="collapsed")
     st.html(markup.STYLE)
     pages = {screen.path: st.Page(_drawing(screen), title=screen.title, url_path=screen.path) for screen in SCREENS}

@@ -96,7 +96,8 @@ def _next(context: PageContext) -> None:
 
 
 def _nothing(unknown: list[str]) -> None:
-    """Draws that there is nothing to do; or, with the sentences `unknown`, that nothing to do is known."""
+    """Draws the note that there is nothing to do. `unknown`: sentences on what could not be checked; with them, the
+    note says that no task is known."""
     if unknown:
         st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
         return
@@ -107,9 +108,9 @@ def _nothing(unknown: list[str]) -> None:
 def _most_urgent(
     url: str, tasks: list[triage.Task], generations: Mapping[str, int]
 ) -> tuple[triage.Task | None, list[str]]:
-    """The most urgent task, with advice; and sentences on tasks before it that could not be decided.
+    """The most urgent task with the model's advice, or None; and sentences on what could not be checked.
 
-    Advice is requested for a few runs at most.
+    Only the first `MAX_ADVISED` tasks are examined, because each may need advice, which the daemon computes.
     """
     unknown = []
     for task in tasks[:MAX_ADVISED]:

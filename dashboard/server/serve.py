@@ -43,7 +43,7 @@ def send_at_once() -> None:
 
 
 def read_as_answered() -> None:
-    """uvicorn takes Tidegate's protocol where Streamlit names none."""
+    """Makes uvicorn use the protocol of `tidegate/pipelining.py` if Streamlit names none."""
     HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:Pipelined"
 
 

@@ -65,7 +65,7 @@ def roll_back(url: str, run: str, to: int, reason: str) -> None:
 
 
 def keep_token(url: str, knobs: KnobsView, given: str) -> None:
-    """Stores the token in this session if the daemon accepts it, or while the daemon cannot be reached."""
+    """Stores the token in this session. If the daemon rejects the token, a notice is shown instead."""
     at = edit_session.state_of(knobs.run)
     at.notice = None
     name = next(iter(knobs.bounds))

@@ -41,7 +41,7 @@ class EditState:
     """Predicted update seconds before and after a generation, for generations that were previewed and then set."""
 
     def begin(self, knobs: KnobsView) -> None:
-        """Called with the knobs that the page shows. Existing edits still refer to the knobs that they were made for.
+        """Updates the editing state for the knobs that the page shows. Existing edits still refer to earlier knobs.
 
         Edits of knobs that the run no longer has (for example after a restart without storage paths) are dropped.
         """
@@ -68,7 +68,7 @@ class EditState:
         self.filling += 1
 
     def fill(self, fields: Mapping[str, str], reason: str) -> None:
-        """Fills fields by program; a reason that the viewer gave is kept."""
+        """Fills fields by program, not by the viewer. `reason` is used only if the viewer has given none."""
         self.edits.update(fields)
         self.reason = self.reason or reason
         self.filling += 1

@@ -29,7 +29,8 @@ def folder() -> Path:
 
 
 def mint(where: Path | None = None) -> str:
-    """A new code. OSError if the folder cannot be written."""
+    """Creates and returns a new code. where: the folder of codes; None: this user's folder. OSError if the folder
+    cannot be written."""
     where = where or folder()
     where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     where.mkdir(exist_ok=True, mode=0o700)
@@ -41,7 +42,10 @@ def mint(where: Path | None = None) -> str:
 
 
 def redeem(code: str, where: Path | None = None) -> bool:
-    """Redeems a code: whether it is valid, was not used before, and is not older than `LIFE_SECONDS`."""
+    """Redeems a code. Returns whether it was valid, unused, and not older than `LIFE_SECONDS`.
+
+    where: the folder of codes; None: this user's folder.
+    """
     if not 0 < len(code) <= LONGEST:
         return False
     kept = (where or folder()) / _digest(code)

@@ -28,7 +28,7 @@ class PageContext:
     url: str
     """The daemon's address."""
     run: str = ""
-    """Empty on pages that are not about one run, unless the address names a run."""
+    """Name of the run; empty on pages that are not about one run, unless the address names a run."""
     rank: int = 0
 
 

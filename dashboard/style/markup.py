@@ -111,13 +111,13 @@ def pill(liveness: str) -> str:
 
 
 def advice(what: str, sentence: str, liveness: str) -> str:
-    """A suggested action, in the colour of its severity."""
+    """A suggested action as HTML: `what` in bold, then the sentence, in a frame with the colour of `liveness`."""
     color = palette.LIVENESS[liveness]
     return f'<div class="tg-next" style="border-color:{color}"><b>{escape(what)}</b> {escape(sentence)}</div>'
 
 
 def pace(figure: str, details: Sequence[str], hint: str = "") -> str:
-    """A card's large figure with details; `hint` is the hover text."""
+    """A card's large figure with details behind it, as HTML. `hint` is the hover text."""
     rest = " · ".join(escape(detail) for detail in details)
     return f'<div class="tg-pace" title="{escape(hint)}"><b>{escape(figure)}</b><span>{rest}</span></div>'
 
@@ -200,7 +200,7 @@ Station = tuple[str, bool, str | None]
 
 
 def chain(stations: Sequence[Station], more: str = "") -> str:
-    """Progress as a row of stations, with a text at its end."""
+    """Progress as a row of stations, with the text `more` at its end, as HTML."""
     chips = (
         f'<span class="tg-chip{"" if reached else " off"}"'
         f'{f""" style="color:{color};border-color:{color}" """ if color else ""}>{escape(text)}</span>'

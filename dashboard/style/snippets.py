@@ -47,20 +47,20 @@ STYLE: Final = """
 
 
 def knob_label(name: str, note: str, hover: str, *, wrong: bool) -> str:
-    """A knob's name above its accepted values, or above an error text if `wrong`."""
+    """A knob's name above its note, as HTML. note: accepted values, or an error if `wrong`. hover: hover text."""
     css = f' class="wrong" style="color:{palette.LIVENESS["lost"]}"' if wrong else ""
     hint = escape(note if wrong else hover)
     return f'<div class="tg-knob" title="{hint}"><b>{escape(name)}</b><span{css}>{escape(note)}</span></div>'
 
 
 def say(*parts: str) -> str:
-    """A row of text parts."""
+    """A row of text parts as HTML."""
     spans = "".join(f"<span>{part if isinstance(part, Raw) else escape(part)}</span>" for part in parts if part)
     return f'<div class="tg-say">{spans}</div>'
 
 
 def indented(text: str) -> Raw:
-    """The indented name of a line that is a part of the line above."""
+    """The indented name of a line that is a part of the line above, as HTML."""
     return Raw(f'<span class="tg-part">{escape(text)}</span>')
 
 
@@ -69,5 +69,5 @@ def colored(text: str, color: str) -> Raw:
 
 
 def nothing(sentence: str) -> str:
-    """The sentence of a section without data."""
+    """The sentence of a section without data, as HTML."""
     return f'<div class="tg-none">{escape(sentence)}</div>'

@@ -24,7 +24,7 @@ def _leading_zeros(value: float) -> int:
 
 
 def seconds(value: float | None) -> str:
-    """1.23 s, 45.6 ms, 789 µs, 2 min 5 s."""
+    """Seconds as text: `1.23 s`, `45.6 ms`, `789 µs`, `2 min 5 s`."""
     if value is None:
         return NONE
     if value >= 99.95:
@@ -37,7 +37,7 @@ def seconds(value: float | None) -> str:
 
 
 def duration(value: float) -> str:
-    """A long time or an age in whole seconds: 42 s, 3 min 5 s, 2 h 10 min, 3 d 4 h."""
+    """A long time or an age in whole seconds as text: `42 s`, `3 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
     whole = round(value)
     for size, unit, rest, rest_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
@@ -60,17 +60,17 @@ def rate(bytes_per_second: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """12, 345, 1.23 M, 45.6 G."""
+    """A number with a decimal prefix as text: `12`, `345`, `1.23 M`, `45.6 G`."""
     return NONE if value is None else _scaled(value, _COUNTS, "").rstrip()
 
 
 def counted(value: int, what: str) -> str:
-    """1 step, 20 steps."""
+    """A number of things as text: `1 step`, `20 steps`."""
     return f"{integer(value)} {what}{'' if value == 1 else 's'}"
 
 
 def integer(value: int) -> str:
-    """1 234 567, with narrow no-break spaces."""
+    """An integer as text with narrow no-break spaces: `1 234 567`."""
     return f"{value:,}".replace(",", "\u202f")
 
 
@@ -82,14 +82,14 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> s
 
 
 def share(value: float | None) -> str:
-    """0.123 → 12 %; 0.004 → 0.4 %."""
+    """A share in percent as text: 0.123 → `12 %`; 0.004 → `0.4 %`."""
     if value is None:
         return NONE
     return f"{value * 100:.1f} %" if 0 < abs(value) < 0.0095 else f"{value * 100:.0f} %"
 
 
 def change(value: float) -> str:
-    """0.123 → +12 %, -0.24 → −24 %."""
+    """A relative change in percent as text: 0.123 → `+12 %`; -0.24 → `−24 %`."""
     return f"{value * 100:+.0f} %".replace("-", "\u2212")
 
 

@@ -35,7 +35,7 @@ def _row(line: Line) -> tuple[str, ...]:
 
 
 def _change(share: float | None) -> str:
-    """The change in the colour of better or worse; lower is better in every line."""
+    """A relative change as HTML, in the colour for better (lower) or worse (higher)."""
     if share is None:
         return units.NONE
     if share == 0:

@@ -23,7 +23,7 @@ from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
 KEPT: Final = 16
-"""Cached predictions and figures. With thousands of ops they take a third of a second, and the step often repeats."""
+"""Number of cached predictions and of cached figures. With thousands of ops one takes a third of a second to make."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 GONE = "The updates of this run are not kept any more: the daemon has them in memory until it ends."
 
@@ -53,7 +53,10 @@ def _figure(
 def chart(
     view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool, gone: bool = False
 ) -> None:
-    """Draws the Gantt chart of the update. gone: the run has ended, so no other update will come."""
+    """Draws the Gantt chart of the update.
+
+    critical: whether the critical path is drawn. gone: the run has ended, so no other update will come.
+    """
     if view is None:
         st.html(markup.title("Update, by lane"))
         draw(chart_style.empty(GONE if gone else NOTHING_YET, HEIGHT), "gantt")

@@ -109,7 +109,7 @@ def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
 
 
 def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
-    """Draws the ranks that are stale or lost, have refused, or are behind the others."""
+    """A table, as HTML, of the ranks that are stale or lost, have refused, or are behind others; empty if none."""
     newest = max((rank.applied_generation for rank in live), default=0)
     odd = [r for r in view.ranks if r.refused or r.liveness in ("stale", "lost") or r.applied_generation < newest]
     if not odd:

@@ -110,7 +110,7 @@ def _number(
 
 
 def _at(name: str, value: object) -> str:
-    """The session key of a field, with `value` as its first value."""
+    """The session key of a field. If the key has no value yet, its value becomes `value`."""
     st.session_state.setdefault(f"plan_{name}", value)
     return f"plan_{name}"
 

@@ -9,7 +9,7 @@ from tidegate.dashboard.style import markup, palette
 
 
 def nothing_yet(url: str, found: Runs) -> None:
-    """Draws what is missing (a run, or the daemon), with the command that starts it."""
+    """Draws a page that says that there is no run yet, or no daemon, with the command that starts it."""
     if found.problem:
         st.html(markup.head("Tidegate", "no daemon", [url]) + markup.verdict("There is nothing to show yet."))
         st.html(markup.banner(f"{found.problem} This page connects by itself.", palette.LIVENESS["lost"]))

@@ -44,7 +44,7 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
 
 
 def speed(use: PathUse, lane: str) -> str:
-    """Speed while busy as a share of the path's speed alone, which was measured when the run began, as a bar.
+    """A bar, as HTML: speed while busy as a share of the path's speed alone, which was measured when the run began.
 
     The share can be above 100 %: because of many small files, a cache in the drive, or load of other users that has
     ended since. The excess has no meaning.

@@ -51,7 +51,7 @@ def predicted(view: GenerationView) -> tuple[float, float] | None:
 
 
 def progress(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> int:
-    """Steps with the generation that every rank has done, without the first step, which moves state."""
+    """Number of steps with the generation that every rank has finished, without the first, which moves state."""
     done = [
         rank.step - view.applied[rank.rank] for rank in snapshot.run.ranks if rank.rank in view.applied
     ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""The Grafana dashboards as code: functions that make them, and the JSON files that Grafana reads.
+"""The Grafana dashboards as code: functions that build them, and the JSON files that Grafana reads.
 
-`python -m tidegate.grafana.dashboards` writes the files anew; with `--check` it fails where they are not what the code
-makes.
+`python -m tidegate.grafana.dashboards` writes the JSON files; with `--check` it only reports the files that differ from
+the output of the code, and fails if there are any.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DASHBOARDS: Final[dict[str, Callable[[], Dashboard]]] = {
     "node": node.dashboard,
     "runbooks": runbooks.dashboard,
 }
-"""By the name of their files."""
+"""The functions that build the dashboards, by name of the JSON file without its ending."""
 
 
 def rendered() -> dict[Path, str]:
-    """What each file should hold."""
+    """The expected content of each dashboard's JSON file, by path."""
     return {FOLDER / f"{name}.json": _text(make()) for name, make in DASHBOARDS.items()}
 
 

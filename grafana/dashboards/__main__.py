@@ -1,4 +1,5 @@
-"""Writes the dashboards' JSON; with --check, says which files are not what the code makes."""
+"""Command that writes the dashboards' JSON files. With --check, it only names the files that differ from the code's
+output."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from tidegate.grafana.dashboards import rendered
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Runs the command with these arguments, and returns the exit status: 1 if --check finds a stale file, 2 for other
+    arguments."""
     if arguments not in ([], ["--check"]):
         print("usage: python -m tidegate.grafana.dashboards [--check]", file=sys.stderr)
         return 2

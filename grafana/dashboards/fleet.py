@@ -1,4 +1,4 @@
-"""Fleet: are the runs well, and if not, which one."""
+"""The dashboard "Fleet": state of all runs, to find the runs that have a problem."""
 
 from __future__ import annotations
 

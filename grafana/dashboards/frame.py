@@ -1,4 +1,5 @@
-"""What all dashboards share: variables, links to each other and to the live view, and when knobs were turned."""
+"""Common parts of all dashboards: variables, links to other dashboards and to the live view, and marks (annotations)
+for changes of knobs and for alerts."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from tidegate.grafana.dashboards.panels import SOURCE
 TAG: Final = "tidegate"
 ALL: Final = model.VariableOption(text="All", value="$__all", selected=True)
 RANK: Final = 'run=~"$run",host=~"$host",rank=~"$rank"'
-"""Selects what the variables run, host and rank say."""
+"""PromQL label matchers for the dashboard variables run, host and rank."""
 
 
 def frame(uid: str, title: str, description: str, *, one_run: bool | None = True) -> build.Dashboard:
-    """An empty dashboard with what all of them have. Only the code changes it: Grafana opens it read-only.
+    """An empty dashboard with the links, the time range and the annotations that all dashboards have.
 
-    one_run: whether its variable `run` is one run, which the link to the live view names; None without that variable.
+    It is read-only in Grafana; changes are made in this code. one_run: True if the variable `run` has a single value,
+    to which the link to the live view then leads; False if it can have several; None for a dashboard without this
+    variable and without annotations.
     """
     made = (
         build.Dashboard(title)
@@ -55,7 +58,10 @@ def frame(uid: str, title: str, description: str, *, one_run: bool | None = True
 
 
 def variable(name: str, metric: str, *, label: str = "", multi: bool = True) -> build.QueryVariable:
-    """A variable with the values that label `name` has on `metric`, a selector."""
+    """A dashboard variable `name`, whose values are those of the label `name` of the series that `metric` selects.
+
+    label: displayed name; by default the capitalized `name`. multi: several values, or all, can be chosen.
+    """
     made = (
         build.QueryVariable(name)
         .label(label or name.capitalize())
@@ -69,7 +75,8 @@ def variable(name: str, metric: str, *, label: str = "", multi: bool = True) -> 
 
 
 def selectors(made: build.Dashboard, *, one_run: bool, path: bool = False) -> build.Dashboard:
-    """Adds run, host, rank and, where asked for, path; each offers what the ones before it leave."""
+    """Adds the variables run, host, rank, path (if `path` is True) and the address of the live view. Each variable only
+    offers values that match the variables before it."""
     made.with_variable(variable("run", "tidegate_steps_total", multi=not one_run))
     made.with_variable(variable("host", 'tidegate_steps_total{run=~"$run"}'))
     made.with_variable(variable("rank", 'tidegate_steps_total{run=~"$run",host=~"$host"}'))
@@ -79,7 +86,8 @@ def selectors(made: build.Dashboard, *, one_run: bool, path: bool = False) -> bu
 
 
 def live_view(made: build.Dashboard) -> build.Dashboard:
-    """Where the live view is: a text field, because each site has its own."""
+    """Adds a text field for the address of the live view, to which links lead. The address is different at each
+    site."""
     default = "http://127.0.0.1:8501"
     return made.with_variable(
         build.TextBoxVariable("live_view")
@@ -90,7 +98,7 @@ def live_view(made: build.Dashboard) -> build.Dashboard:
 
 
 def _generations() -> build.AnnotationQuery:
-    """A mark where a new generation of knobs was committed, with its number."""
+    """The annotation that marks the times at which a new generation of knobs was committed, with its number."""
     generation = 'max by (run) (tidegate_desired_generation{run=~"$run"})'
     before = 'max by (run) (tidegate_desired_generation{run=~"$run"} offset $__interval)'
     return _annotation(

@@ -1,4 +1,5 @@
-"""Links and tiers: how near PCIe and each storage path come to what they can do, and who waits for them."""
+"""The dashboard "Links and tiers": speeds of PCIe and of each storage path compared with their ceilings, and the stalls
+that they cause."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ def _rate(metric: str, by: str, selector: str = RANK) -> str:
 
 
 def _busy_speed(bytes_total: str, busy_total: str, by: str, selector: str) -> str:
-    """Bytes a second while busy, summed over the ranks, each at its own speed."""
+    """PromQL for the speed while busy, in bytes per second: bytes divided by busy seconds of each rank, summed over the
+    ranks.
+
+    by: labels that the result keeps. selector: label matchers of both metrics.
+    """
     rank = f"{by}, run, rank, host"
     each = f"{_rate(bytes_total, rank, selector)} / ({_rate(busy_total, rank, selector)} > 0)"
     return f"sum by ({by}) ({each})"

@@ -1,4 +1,5 @@
-"""Node: the machines under the runs; with node_exporter and dcgm-exporter, what else happens on them."""
+"""The dashboard "Node": machines on which runs train. With node_exporter and dcgm-exporter it also shows other load on
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from tidegate.grafana.dashboards.frame import RANK, frame, selectors
 from tidegate.grafana.dashboards.panels import PanelOptions, Query, lines
 
 _NODE = '* on (instance) group_left (nodename) node_uname_info{nodename=~"$host"}'
-"""node_exporter knows hosts by address: this gives its series the name that Tidegate's `host` has."""
+"""PromQL suffix that selects and names node_exporter's series by host name, as Tidegate's label `host`. node_exporter
+itself only has the address (`instance`)."""
 
 
 def dashboard() -> Dashboard:

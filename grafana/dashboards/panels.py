@@ -1,4 +1,5 @@
-"""The few kinds of panel that the dashboards are made of. Each says its unit, and why one would look at it."""
+"""The kinds of panels of the dashboards, each as a function. Every panel has a unit, and a tooltip that explains its
+use."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from grafana_foundation_sdk.models import text as text_model
 
 SOURCE: Final = options.DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS: Final = 24
-"""Of Grafana's grid."""
+"""Width of Grafana's grid, in columns."""
 CEILING: Final = "ceiling"
-"""Legends that begin so are drawn as a dashed line: what the hardware can do, or what a rule allows."""
+"""Prefix of the legends of series that are drawn as a dashed line: limits of the hardware, or of a rule."""
 
 Needs = Literal["nvml", "node_exporter", "dcgm"]
 Color = Literal["green", "yellow", "orange", "red", "blue", "text"]
@@ -35,14 +36,14 @@ Color = Literal["green", "yellow", "orange", "red", "blue", "text"]
 
 @dataclass(frozen=True)
 class Query:
-    """One PromQL expression, and how its series are named: Grafana's `{{label}}`."""
+    """One PromQL expression, and the legend of its series, a template such as `{{label}}` of Grafana."""
 
     expr: str
     legend: str
 
 
 class _Panel(Protocol):
-    """What the SDK's builders of panels have in common, as far as it is used here."""
+    """The methods, used here, that all panel builders of the Grafana SDK have."""
 
     def title(self, title: str) -> Self: ...
     def description(self, description: str) -> Self: ...
@@ -57,11 +58,11 @@ P = TypeVar("P", bound=_Panel)
 
 @dataclass(frozen=True, kw_only=True)
 class PanelOptions:
-    """Title, purpose and place of a panel.
+    """Title, tooltip, unit and size of a panel.
 
-    unit: Grafana's name of it: s, Bps, bytes, percentunit, …
-    why: what the figure says and when to worry, for the panel's tooltip.
-    requires: what must be there besides Tidegate for the panel to have data; said in the tooltip.
+    why: text of the tooltip: the meaning of the figure, and the values that show a problem. unit: Grafana's name of the
+    unit, such as s, Bps, bytes or percentunit. width, height: size in cells of Grafana's grid. requires: a program that
+    the panel needs besides Tidegate to have data; the tooltip names it.
     """
 
     title: str
@@ -86,7 +87,8 @@ def lines(
     minimum: float | None = 0,
     steps: bool = False,
 ) -> timeseries.Panel:
-    """Curves over time, or areas on top of each other. `limits` are drawn as lines: what alerts and budgets allow."""
+    """A panel with curves over time. stacked: as areas on top of each other. `limits` are drawn as lines, for
+    thresholds of alerts and budgets. steps: values change in steps, without slopes."""
     panel = panel_options.on(timeseries.Panel()).targets([_target(q, i) for i, q in enumerate(queries)])
     panel.color_scheme(build.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
     panel.line_width(1).fill_opacity(60 if stacked else 8).show_points(options.VisibilityMode.NEVER)
@@ -128,7 +130,8 @@ def number(
     named: bool = False,
     decimals: int | None = None,
 ) -> stat.Panel:
-    """One figure as of now, coloured by what `limits` it has passed. `named` shows the series' name beside it."""
+    """A panel with one number, the latest value. It has the colour of the highest of the `limits` that it exceeds.
+    spark: with a small curve of its history. named: with the name of the series beside it."""
     panel = panel_options.on(stat.Panel()).targets([_target(query, 0, instant=not spark)])
     panel.thresholds(_thresholds([(None, "green" if limits else "text"), *limits]))
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
@@ -139,14 +142,16 @@ def number(
 
 
 def heat(panel_options: PanelOptions, expr: str) -> heatmap.Panel:
-    """How often durations of each size came up over time. `expr` is a rate of buckets, summed by `le`."""
+    """A heat map panel: how often each duration occurred over time. `expr` is a rate of histogram buckets, summed by
+    `le`."""
     query = prometheus.Dataquery().expr(expr).legend_format("{{le}}").ref_id("A")
     panel = panel_options.on(heatmap.Panel()).targets([query.format(query_model.PromQueryFormat.HEATMAP).range()])
     return panel.calculate(False).cell_gap(1).show_legend().y_axis(heatmap.YAxisConfig().unit(panel_options.unit))
 
 
 def states(panel_options: PanelOptions, query: Query, colors: dict[str, tuple[str, Color]]) -> statetimeline.Panel:
-    """Bars over time, one for each series; `colors` says what a value is called and its colour."""
+    """A panel with a bar for each series, whose colour shows the state over time. colors: displayed name and colour of
+    each value."""
     panel = panel_options.on(statetimeline.Panel()).targets([_target(query, 0)])
     panel.mappings([_value_names(colors)])
     return panel.show_value(options.VisibilityMode.NEVER).row_height(0.8).no_value("none in this time")
@@ -163,7 +168,7 @@ class Column:
 
 
 def rows(panel_options: PanelOptions, key: str, columns: Sequence[Column], *, link: str = "") -> table.Panel:
-    """A table with one row for each value of label `key`. `link` is where a click on the key leads."""
+    """A table panel with one row for each value of the label `key`. link: address to which a click on the key leads."""
     panel = panel_options.on(table.Panel())
     panel.targets([
         prometheus.Dataquery()
@@ -200,7 +205,7 @@ def rows(panel_options: PanelOptions, key: str, columns: Sequence[Column], *, li
 
 
 def page(title: str, why: str, markdown: str, height: int) -> text.Panel:
-    """A text over the whole width."""
+    """A panel with text (Markdown) over the whole width. why: tooltip. height: in rows of Grafana's grid."""
     panel = text.Panel().title(title).description(why).height(height).span(COLUMNS)
     return panel.mode(text_model.TextMode.MARKDOWN).content(markdown)
 

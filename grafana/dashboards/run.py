@@ -1,4 +1,5 @@
-"""Run: where the time of one run goes, what its update waits for, and what turning its knobs did."""
+"""The dashboard "Run": time per phase of one run, causes of stalls in its update, and the effect of changes of
+knobs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def _rate(metric: str, by: str, more: str = "") -> str:
 
 
 def _a_step(metric: str, by: str, more: str = "") -> str:
-    """Of `metric`, so much in a step of a rank."""
+    """PromQL for the mean increase of `metric` in one step of one rank. by: labels that the result keeps. more:
+    additional label matchers, beginning with a comma."""
     return f"{_rate(metric, by, more)} / on () group_left () ({_STEPS} > 0)"
 
 

@@ -1,4 +1,5 @@
-"""Runbooks: the pages of docs/runbooks, where an operator is when an alert fires. Needs no other server."""
+"""The dashboard "Runbooks": the pages of docs/runbooks, so that an operator can read them in Grafana when an alert
+fires."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tidegate.grafana.dashboards.panels import page
 
 PAGES: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
 LINES_OF_A_ROW: Final = 1.3
-"""How many lines of a page fit into one row of Grafana's grid, roughly; a longer one scrolls."""
+"""Approximate number of text lines in one row of Grafana's grid. Longer pages scroll."""
 
 
 def dashboard() -> Dashboard:

@@ -13,7 +13,8 @@ from tidegate.kernels.arithmetic.scalars import GradDtype, Scalars, WeightFormat
 
 
 class Update(Protocol):
-    """One AdamW or Adam update of `numel` elements. All addresses are on the device; `aux` is 0 for F32."""
+    """One AdamW or Adam update of `numel` elements. All addresses are on the device. aux: address of the remainder or
+    of the fp32 master; 0 for F32."""
 
     @property
     def numel(self) -> int: ...

@@ -73,7 +73,7 @@ def bf16_nearest_even(values: F32) -> U16:
 
 
 def load_weight(weight: Array, weight_format: WeightFormat, aux: Array | None) -> F32:
-    """The fp32 master of a weight."""
+    """The fp32 master of a weight, computed from `weight` and `aux`."""
     if weight_format is WeightFormat.F32:
         return weight.astype(np.float32)
     assert aux is not None
@@ -81,7 +81,7 @@ def load_weight(weight: Array, weight_format: WeightFormat, aux: Array | None) -
 
 
 def store_weight(master: F32, weight: Array, weight_format: WeightFormat, aux: Array | None) -> None:
-    """Writes a new master into `weight` and `aux`."""
+    """Writes a new fp32 master: the rounded weight into `weight`, the remainder or the master into `aux`."""
     if weight_format is WeightFormat.F32:
         weight[:] = master
         return
@@ -129,7 +129,11 @@ def _torch_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32]) -> 
 
 
 def _deepspeed_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32], is_tail: bool) -> tuple[F32, F32, F32]:
-    """DeepSpeed 0.19's cpu_adam: csrc/includes/cpu_adam.h, and csrc/adam/cpu_adam_impl.cpp for the tail."""
+    """One update step with the arithmetic of DeepSpeed 0.19's cpu_adam. Returns the new weight, and both moments.
+
+    p, m, v, g: weight, both moments and gradient in fp32. s: scalars by name. Sources in DeepSpeed:
+    csrc/includes/cpu_adam.h, and csrc/adam/cpu_adam_impl.cpp for the elements after the last full vector (is_tail).
+    """
     if s["l2"] != 0:
         g = fma(p, s["l2"], g)
     square = g * g

@@ -63,10 +63,10 @@ class Scalars:
     grad_scale: float
     l2: float
     decay: float
-    """TORCH: the factor of the weight. Otherwise the share of the weight that is subtracted; 0 without decay, or with
-    l2."""
+    """Weight decay. With TORCH arithmetic: the factor by which the weight is multiplied. Otherwise: the share of the
+    weight that is subtracted from it, 0 without weight decay or with `l2`."""
     beta1: float
-    """Not used by TORCH, which adds (gradient − exp_avg) × (1 − beta1)."""
+    """The factor of the old exp_avg. Not used by TORCH, which adds (gradient − exp_avg) × (1 − beta1) to it."""
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -76,7 +76,8 @@ class Scalars:
     arithmetic: Arithmetic = Arithmetic.TORCH
 
     def of_tail(self) -> Scalars:
-        """The scalars for the elements after cpu_adam's last full vector; unchanged if the arithmetic has no tail."""
+        """The scalars for the tail: the elements after cpu_adam's last full vector. Unchanged if the arithmetic treats
+        the tail like all other elements."""
         is_vector = self.arithmetic is Arithmetic.DEEPSPEED
         return replace(self, arithmetic=Arithmetic.DEEPSPEED_TAIL) if is_vector else self
 

@@ -16,7 +16,8 @@ from tidegate.kernels.arithmetic.device_calls import GpuKernels
 from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
 
 NUMEL = 1100
-"""Elements of an array: one program of the update works on a full block, another on a partial block."""
+"""Number of elements of an array. One program of the update kernel then works on a full block, another one on a partial
+block."""
 USUAL_GRADS = {
     WeightFormat.F32: GradDtype.F32,
     WeightFormat.BF16_REMAINDER: GradDtype.BF16,

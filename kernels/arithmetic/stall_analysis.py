@@ -1,5 +1,5 @@
-"""Native stall analysis of an update, because the analysis runs after every training step, on the cores of the
-training."""
+"""Stall analysis of an update in native code. It runs after every training step, on the cores of the training, and must
+be fast."""
 
 from __future__ import annotations
 

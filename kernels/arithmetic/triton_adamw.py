@@ -38,11 +38,13 @@ UPDATE_WARPS = 8
 """Warps of an update program, with four elements per thread: 16-byte loads of 32-bit arrays, 8-byte loads of 16-bit
 arrays. With eight elements per thread some variants spill registers (`bench/triton_registers.py`)."""
 BLOCKS_PER_PROGRAM = 2
-"""Blocks of a program that sums squares: two blocks with sixteen accumulators each are one warp."""
+"""Number of blocks whose squares one program sums. Two blocks have sixteen accumulators each, together one warp."""
 ROWS_AT_ONCE = 16
-"""Loads of a block that are in flight at a time, to hide memory latency: the additions must stay in order."""
+"""Number of loads of a block that are in flight at the same time. The additions must stay in order, so that only more
+loads in flight hide the memory latency."""
 LEAVES = 1024
-"""Block sums that one pass of the tree adds; a parameter may have up to LEAVES² blocks (69 · 10⁹ elements)."""
+"""Number of block sums that one pass of the tree adds. A parameter may have up to LEAVES² blocks (69 · 10⁹
+elements)."""
 
 
 def update(runs: Sequence[Update], stream: int | None = None) -> None:
@@ -272,8 +274,8 @@ def _block_sums(
 
 @triton.jit
 def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
-    """Sums the leaves in a tree of adjacent pairs. A missing leaf is 0, which changes no sum of squares: so an odd leaf
-    moves to the next level."""
+    """Sums the leaves in a tree of adjacent pairs. Missing leaves are 0, which does not change a sum of squares, so
+    that a leaf without a partner moves to the next level unchanged."""
     for k in tl.static_range(LEVELS):
         leaves = tl.sum(tl.reshape(leaves, (LEAVES >> (k + 1), 2)), axis=1)
     return tl.sum(leaves, axis=0)
@@ -283,8 +285,8 @@ def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
 def _trees(
     table, first: tl.int64, num_refs: tl.int64, sums, bad, out_sums, out_bad, LEAVES: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Sums the block sums of a gradient (one program for each): a tree over each LEAVES block sums, then over the
-    roots."""
+    """Kernel with one program per gradient: sums the gradient's block sums, with a tree over each LEAVES of them, then
+    a tree over the results."""
     ref = tl.program_id(0)
     start = tl.load(table + first + ref)
     count = tl.load(table + first + num_refs + ref)

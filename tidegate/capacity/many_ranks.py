@@ -28,7 +28,8 @@ MEMORY: Final = "host memory"
 """Name of the resource that updates on the CPU and all copies share: memory bandwidth of the host, reads plus
 writes."""
 _STREAMED: Final = 0.7
-"""Share of the GPU's peak memory bandwidth that an update reaches, because it reads and writes many arrays at once."""
+"""Share of the GPU's peak memory bandwidth that an update reaches. It is below 1, because an update reads and writes
+many arrays at the same time."""
 
 
 @dataclass(frozen=True)

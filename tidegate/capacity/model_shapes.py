@@ -17,8 +17,8 @@ MAX_PARAMS: Final = 10**13
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The shape of a transformer of equal blocks: attention, then an inner (feed-forward) layer. Norms and biases are
-    left out (below 0.1 % of the parameters).
+    """The shape of a transformer model: equal blocks, each with attention and an inner (feed-forward) layer. Norms and
+    biases are left out (below 0.1 % of the parameters).
 
     ffn: width of the inner layer. gated: the inner layer has three matrices instead of two (SwiGLU). experts: number of
     inner layers of each block, of which `active_experts` process a token. tied: the output layer uses the embedding's
@@ -65,7 +65,8 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """Parameters that a token is multiplied with."""
+        """Parameters whose matrices process a token: without the experts that are not active, and without the lookup in
+        the input embedding."""
         inner = self.active_experts * self._inner
         return self.layers * (self._attention + inner) + self.embedding_params
 

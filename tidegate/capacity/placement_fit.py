@@ -184,5 +184,6 @@ def _host_bytes(rank: Rank, effective: EffectiveKnobs, share: NodeShare) -> dict
 
 
 def _readable_ratio(count: float, of: int) -> float:
-    """The ratio of `count` to `of` subgroups, rounded down to four digits, with which the user still gets `count`."""
+    """A static ratio for `count` of `of` subgroups: rounded down to four digits, as far as it still selects `count`
+    subgroups."""
     return int(10_000 * max(0.0, count) / of) / 10_000

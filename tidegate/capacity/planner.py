@@ -19,7 +19,8 @@ from tidegate.tuner.search import equation_stride
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
 """Strides that are tried in this order, after `off` and before the stride of DOS Eq. 1."""
 WORTHWHILE_FACTOR: Final = 0.97
-"""Factor below which an update must be, relative to the best so far, if it needs more of the GPU or another script."""
+"""Largest accepted ratio of update times, new to best so far, for a choice that needs more of the GPU or a change of
+the training script."""
 DAY_SECONDS: Final = 86_400.0
 
 

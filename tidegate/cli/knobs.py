@@ -29,7 +29,7 @@ def get(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Show the desired knobs, and what each rank has."""
+    """Show the desired knobs, and the knobs that each rank uses."""
     with client_for("read", url) as client:
         view = client.knobs(choose_run(client, run).run)
     if as_json:
@@ -97,7 +97,7 @@ def rollback(
 
 
 def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
-    """List every change of a run's knobs, and what became of it."""
+    """List every change of a run's knobs, and its outcome."""
     with client_for("read", url) as client:
         found = client.generations(choose_run(client, run).run)
     if as_json:

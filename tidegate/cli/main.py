@@ -81,7 +81,7 @@ def daemon(
     ] = "7d",
     keep_runs: Annotated[str, typer.Option(help="How long runs are kept after their end, as in 30d.")] = "30d",
 ) -> None:
-    """Run the control daemon until it is told to stop."""
+    """Run the control daemon until it is stopped by a signal."""
     with needs():
         from tidegate.daemon.configuration.settings import Settings
         from tidegate.daemon.server.main import serve
@@ -124,7 +124,7 @@ def dashboard(
     ] = False,
     url: Daemon = None,
 ) -> None:
-    """Serve the live view, and print a link that lets a browser in."""
+    """Serve the live view, and print a link that signs a browser in."""
     with needs("dashboard"):
         import streamlit  # noqa: F401
 

@@ -58,7 +58,7 @@ def choose_run(client: DaemonClient, name: str | None) -> RunView:
 
 
 def newest_first(runs: Iterable[RunView]) -> list[RunView]:
-    """The runs, newest first, in whatever order the daemon's version lists them."""
+    """The runs, newest first. Versions of the daemon list runs in different orders, so they are sorted here."""
     return sorted(runs, key=lambda run: -run.started_at)
 
 

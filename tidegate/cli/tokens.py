@@ -43,7 +43,7 @@ def create(
     state: State = None,
     database_url: Database = None,
 ) -> None:
-    """Make a token and print it, once. The running daemon knows it at its first use, or a fifth of a second later."""
+    """Make a token and print it, once. A running daemon accepts it after at most a fifth of a second."""
     found = next((known for known in SCOPES if known == scope), None)
     if found is None:
         raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
@@ -58,7 +58,7 @@ def create(
 
 @app.command("list")
 def show(state: State = None, database_url: Database = None, as_json: Json = False) -> None:
-    """List the tokens: scope, run and end. The secret values of tokens are not stored."""
+    """List the tokens: scope, run and expiry. The secret values of tokens are not stored."""
     with _tokens(state, database_url, "Nothing can be listed") as tokens:
         rows = [_row(token) for token in tokens.all()]
     if as_json:
@@ -76,7 +76,7 @@ def revoke(
     state: State = None,
     database_url: Database = None,
 ) -> None:
-    """Withdraw a token for good. The running daemon refuses it within two seconds."""
+    """Revoke a token permanently. A running daemon refuses it within two seconds."""
     with _tokens(state, database_url, "Nothing was withdrawn, the token stays valid") as tokens:
         revoked = tokens.revoke(id, actor())
     if revoked is None:

@@ -58,7 +58,7 @@ def events(
     url: Daemon = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
 ) -> None:
-    """Print what happened in a run: generations, canaries, ranks that came and went. Reports only with --json."""
+    """Print the events of a run: generations, canaries, ranks that joined and left. Reports only with --json."""
     with client_for("read", url) as client:
         name = choose_run(client, run).run
         newest = None if follow else client.newest_event(name)
@@ -108,7 +108,7 @@ class PrintedStates:
 
 
 def _sentence_or_error(event: Event, printed: PrintedStates) -> str:
-    """The sentence of an event; DaemonError where its data are none that a daemon of this version sends."""
+    """The sentence of an event. DaemonError if the event's data have a form that this version does not know."""
     try:
         return sentence(event, printed)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:

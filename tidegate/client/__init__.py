@@ -1,1 +1,1 @@
-"""The client of the daemon: finding it, proving who it is, and HTTP with deadlines."""
+"""The client of the daemon: finds the daemon, checks a proof of its identity, sends requests with deadlines."""

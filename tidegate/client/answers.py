@@ -17,7 +17,7 @@ from tidegate.wire.agent import Holder, LeaseSeconds
 MAX_EVENT_BYTES: Final = 1 << 20
 """Largest accepted line of an event stream."""
 LONGEST_DETAIL: Final = 2_000
-"""Most characters of an error message from the daemon that are shown."""
+"""Number of characters of the daemon's error message that are shown, at most."""
 
 _T = TypeVar("_T")
 

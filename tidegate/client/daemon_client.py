@@ -28,7 +28,7 @@ from tidegate.wire.timeline import TimelineView
 MAX_BODY_BYTES: Final = 1 << 20
 """Largest request body that the daemon accepts."""
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Largest response body that a client accepts; enough for all runs of a daemon that stores as many as it can."""
+"""Largest response body that a client accepts. The daemon limits its list of all runs to 48 MiB."""
 QUIET_SECONDS: Final = 60.0
 """Longest time without data on an event stream: the daemon sends a comment every 15 s."""
 

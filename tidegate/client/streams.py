@@ -22,7 +22,7 @@ MAX_HEAD_BYTES: Final = 64 << 10
 _FRAMING_FACTOR: Final = 8
 """Most bytes received per byte of content: a chunk of one byte takes six bytes."""
 _SMALL_BYTES: Final = 16 << 10
-"""Most bytes that are written and not sent yet."""
+"""Number of written bytes that may wait to be sent, at most."""
 _RECORD_BYTES: Final = 16 << 10
 """The largest TLS record."""
 
@@ -140,7 +140,7 @@ class Stream(httpcore.NetworkStream):
         return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Small buffers are sent with the next write, at the latest before the next read."""
+        """Writes the buffer. A small buffer is sent with the next write, at the latest before the next read."""
         if len(self._unsent) + len(buffer) <= _SMALL_BYTES:
             self._unsent += buffer
         else:

@@ -79,8 +79,8 @@ class Session:
         raise KeyboardInterrupt
 
     def _unraisable(self, before: Callable[[Any], object], dropped: sys.UnraisableHookArgs) -> None:
-        """Hook for exceptions that Python can only ignore. A Ctrl-C there is not an error: `_check_interrupted` sees
-        it."""
+        """Hook for exceptions that Python cannot raise. It ignores KeyboardInterrupt after a Ctrl-C, which
+        `_check_interrupted` handles, and passes all others to `before`, the previous hook."""
         if not (self._interrupted and isinstance(dropped.exc_value, KeyboardInterrupt)):
             before(dropped)
 

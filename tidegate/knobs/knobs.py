@@ -140,7 +140,8 @@ def specs_for(paths: Sequence[str]) -> dict[str, KnobSpec]:
 
 
 def spec(name: str, specs: Mapping[str, KnobSpec] = SPECS) -> KnobSpec:
-    """The spec of the knob `name`. KnobError for a name that `specs` does not contain, with the reason or the names."""
+    """The spec of the knob `name`. KnobError if `specs` does not contain it; the message says why the run lacks the
+    knob, or lists the known knobs."""
     if name in specs:
         return specs[name]
     if name in PATH_KNOBS:

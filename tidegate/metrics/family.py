@@ -73,7 +73,7 @@ class Metric:
     """Precondition of the family: storage paths, or a GPU that NVML knows. The family is absent in other runs."""
     owner: Owner = "agent"
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram."""
+    """Upper bounds of the buckets of a histogram."""
 
     def values(self, label: str, paths: Sequence[str] = ()) -> tuple[str, ...]:
         """The allowed values of `label` in a run with these storage paths."""

@@ -1,4 +1,4 @@
-"""Plans: what a step will do, as data."""
+"""Plans: a plan is the immutable list of the ops of one step. This package makes plans and verifies them."""
 
 from tidegate.plan.ops import Op, OpKind, Subgroup, effects
 from tidegate.plan.placement import place_subgroups, steady_placements

@@ -11,7 +11,7 @@ from tidegate.plan.schedule import TypicalOpTimes
 from tidegate.plan.tier_split import PathSpeeds
 
 SHORTEST_SECONDS: Final = 1e-3
-"""Shorter times count as 0: then `step()` itself made the plan."""
+"""Shorter delays count as 0: in such a step, `step()` itself made the plan, so that nothing of it could run earlier."""
 
 
 def rounded_step_delay(seconds: float) -> float:

@@ -205,9 +205,10 @@ def _latest(*clocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_gates(plan: Plan, before: _HappensBefore) -> None:
-    """What is done with a gradient as it arrives never waits for the step, which comes after all gradients.
+    """Checks that no copy or norm of a gradient waits for the norm of the step; PlanError if one does.
 
-    A gradient that is kept until the step may wait longer for its host slot; nothing else may wait with it.
+    Such an op runs when its gradient arrives, and the norm needs all gradients. Only a gradient that is copied into a
+    host slot (`grad_in_slot`) may wait longer, until the slot is free.
     """
     norm = next(op.id for op in plan.ops if op.kind is OpKind.NORM)
     for op in plan.of_kind(OpKind.GRAD_D2H, OpKind.GRAD_NORM):
@@ -216,10 +217,11 @@ def _check_gates(plan: Plan, before: _HappensBefore) -> None:
 
 
 def _check_races(plan: Plan, before: _HappensBefore) -> None:
-    """Any two ops that meet in a place, one of them writing, are ordered.
+    """Checks that two ops are ordered if they access the same place and one of them writes it; PlanError if not. For
+    policies that run one op at a time, also checks that all ops are ordered.
 
-    It is enough that each access is ordered against the last write and each write against the reads since: the rest
-    follows because happens-before is transitive.
+    It is enough to check each access against the last write of the place, and each write against the reads since then:
+    the other pairs are ordered too, because happens-before is transitive.
     """
     last_write: dict[BufferId, int] = {}
     reads_since: dict[BufferId, list[int]] = {}

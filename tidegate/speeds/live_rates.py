@@ -19,8 +19,8 @@ DRIFT: Final = 0.25
 PERSISTENT_STEPS: Final = 4
 """Number of consecutive steps that must all deviate in the same direction; then earlier steps are discarded."""
 TYPICAL_STEPS: Final = 8
-"""Fewest steps before them that give a typical value: with noise of ±20 %, fewer steps would show drift without
-cause."""
+"""Fewest steps before the last PERSISTENT_STEPS whose median counts as typical. With noise of ±20 %, a median of fewer
+steps would report a drift where there is none."""
 
 LATE_STEPS: Final = 2
 """Number of steps in which dispatch latencies are measured: a step has many ops, and each costs time to analyse."""
@@ -52,8 +52,8 @@ class LiveRates:
         """Steps whose dispatch latencies are not analysed yet."""
         self._latencies: deque[Latencies] = deque(maxlen=LATE_STEPS)
         self._late: dict[str, float] = {}
-        """Last measured dispatch latency of each lane. Under some knobs no op of a lane waits, and it is not
-        measured."""
+        """Last measured dispatch latency of each lane. It is kept for lanes that have no measurable op under the
+        present knobs."""
         self._card = known
         self._is_old = False
 

@@ -14,8 +14,8 @@ FALL_STEPS: Final = 2
 RISE_STEPS: Final = 4
 """Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
 IDLE_RISE_STEPS: Final = 16
-"""The same number while the path is idle for most of the step. While one path delays a step, the other paths serve
-their few requests at once; they must not be estimated as faster before the slow path is known to be slower."""
+"""The same number for a path that is idle for most of the step. While a slow path delays the step, the other paths have
+few requests and answer them immediately. Their estimates must not rise before the slow path is known to be slower."""
 MAX_RISE_FACTOR: Final = 2.0
 """Largest factor by which the estimated speed may rise in one step."""
 MIN_RISE_STEPS: Final = 8
@@ -26,10 +26,11 @@ MAX_IGNORED_RISE_STEPS: Final = 512
 
 
 class SpeedFilter:
-    """The filtered speed of one path, in seconds per byte (times add up, rates do not). Deterministic, not thread-safe.
+    """The filtered speed of one path, as seconds per byte, because times of several parts add up and rates do not.
 
-    A path that is throttled, or has a cache, serves its first bytes at once: with little load it looks fast, and with
-    more load it is slow. So rises are accepted gradually, and after a false rise the next rise must wait longer.
+    A path that is throttled, or has a cache, answers its first requests immediately: with little load it looks fast,
+    and with more load it is slow. So rises are accepted gradually, and after a false rise the next rise must wait
+    longer. Deterministic, not thread-safe.
     """
 
     def __init__(self, seconds_per_byte: float) -> None:

@@ -11,14 +11,13 @@ from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
 
 SMALL_WAIT_SHARE: Final = 0.02
-"""Share of an update below which a wait is not mentioned."""
+"""Smallest wait that the verdict mentions, as a share of the update."""
 COPIED_AGAIN_SHARE: Final = 0.5
-"""Share of the gradients from which on it is mentioned that they were copied twice."""
+"""Smallest share of gradients copied twice that the verdict mentions."""
 LATE_GRADIENT_SHARE: Final = 0.75
-"""Share of a backward without a gradient from which on it is mentioned that the first gradient came late."""
+"""Smallest share of the backward before its first gradient that the verdict mentions as late."""
 TOGETHER_SHARE: Final = 0.75
-"""Share of the gradients from which on it is mentioned that one node of the autograd graph gave them at the same
-time."""
+"""Smallest share of gradients from one node of the autograd graph, all at the same time, that the verdict mentions."""
 
 SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
 """Text for a step without an update."""
@@ -107,7 +106,8 @@ def _of_gradients(figures: UpdateFigures) -> Iterator[str]:
 
 
 def _of_paths(figures: UpdateFigures, knobs: EffectiveKnobs) -> str:
-    """If the paths finish at different times, the advice is tier_split; otherwise it is to move less through them."""
+    """Advice where storage is the bottleneck: set tier_split to auto if some paths finish long before others, otherwise
+    raise host_cache or add a path."""
     busy = [
         figures.lanes.get(f"{p}:read", (0, 0.0))[1] + figures.lanes.get(f"{p}:write", (0, 0.0))[1]
         for p in figures.paths

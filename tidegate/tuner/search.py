@@ -23,8 +23,8 @@ START_STRIDE: Final = 2.0
 CANDIDATE_STRIDES: Final[tuple[float, ...]] = (
     1, 1.125, 1.25, 1.375, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 12, 16,
 )  # fmt: skip
-"""Strides whose device shares (1 / stride) differ by 0.13 at most, and by 0.06 around 1/2, where half a stride can make
-13 % of the update time."""
+"""Strides that are tried. Their device shares (1 / stride) are at most 0.13 apart, and at most 0.06 around 1/2, where a
+change of the stride by 0.5 can change the update time by 13 %."""
 CANDIDATE_RATIOS: Final[tuple[float, ...]] = (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1)
 """Static ratios for callers that may change the residents, in steps of 1/8 of the subgroups."""
 _ROUNDING: Final = 1 + 1e-6

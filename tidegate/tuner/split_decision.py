@@ -15,9 +15,11 @@ MINIMUM_GAIN: Final = 0.05
 SATURATED_SHARE: Final = 0.9
 """Share of a step's storage time for which a path must be busy to count as the bottleneck."""
 IDLE_SHARE: Final = 0.5
-"""Share of a step's storage time: if the work of a path takes less by its estimated speed, the path counts as idle."""
+"""Limit for a path to count as loaded, as a share of a step's storage time. If the path's work takes less time than
+that at its estimated speed, the path counts as idle."""
 PROBE_SUBGROUPS: Final = 1
-"""Fewest subgroups of every path that is not closed, so that its speed is still measured and a recovery is noticed."""
+"""Fewest subgroups of every path that may store state (capacity above 0): its speed is still measured, so that a
+recovery is noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)

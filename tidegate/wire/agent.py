@@ -32,9 +32,10 @@ PROTOCOL_VERSION = 2
 MAX_SUBGROUPS = 100_000
 """Most subgroups of one rank; the daemon simulates each of them."""
 MAX_LANES = 256
-"""Of one rank: two for each path, and a few."""
+"""Number of lanes of one rank, at most: two for each path, and a few others."""
 MAX_KNOB_CHARACTERS = 6_000
-"""Of all knobs that a rank tells, names and values together: the daemon keeps them for each rank."""
+"""Number of characters of all knobs in one message of a rank, names and values together, at most. The daemon keeps the
+knobs of each rank in memory."""
 
 
 def _check_knobs(knobs: KnobChanges) -> KnobChanges:
@@ -122,7 +123,7 @@ class AgentHello(Message):
     """Names of the storage paths, in their order; a run without paths has no knobs of paths."""
     started_at: Moment
     process: ProcessId | None = None
-    """None where the operating system does not give it, and from older agents without this field."""
+    """Identity of the agent's process; None if the operating system does not provide it, or from older agents."""
     replaces: Label | None = None
     """An agent that holds the rank and is known to have ended: its rank is taken over although its lease is valid."""
 
@@ -159,9 +160,9 @@ class AgentReport(Message):
     generation: Count
     """The newest generation that this rank has applied."""
     applied: Applied | None = None
-    """What it has applied since its last report."""
+    """The generation that the rank has applied since its last report; None if there is none."""
     effective: ReportedKnobs
-    """What `auto` stands for at present; pinned knobs as they are."""
+    """The values that the rank uses: for an `auto` knob the tuner's value, for a pinned knob its own value."""
     rates: Rates | None = None
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
     """The steps finished since the last report (the newest 256)."""

@@ -38,14 +38,14 @@ SumBy = dict[Label, Sum]
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 AgentId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""Part of URLs: it can be neither `.` nor `..`, and has no `/`."""
+"""Id of an agent. It is a segment of URLs, so it has no `/`, and is neither `.` nor `..`."""
 Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
 # The validator checks the bound, with a better message than a bound of the field.
 PathName = Annotated[str, AfterValidator(check_path_name), WithJsonSchema({"type": "string", "maxLength": 32})]
 DeviceKind = Literal["cuda", "emulated"]
 Liveness = Literal["live", "stale", "lost", "finished"]
 KnobText = Annotated[str, Field(max_length=4096)]
-"""A `tier_split` that names 64 paths with names of 32 characters fits."""
+"""A knob's value as text. The limit is enough for a `tier_split` of 64 paths with names of 32 characters."""
 KnobChanges = Annotated[dict[Key, Value | Whole | KnobText], Field(max_length=128)]
 
 

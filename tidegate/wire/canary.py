@@ -9,7 +9,12 @@ from pydantic import Field
 from tidegate.wire.base import Count, Finite, Message, Seconds, Text
 
 CanaryState = Literal["waiting", "promoted", "condemned", "rolled_back", "superseded"]
-"""waiting: too few steps yet. condemned: measured as harmful; the ranks are being asked to restore the knobs before."""
+"""State of a canary.
+
+waiting: no verdict yet. promoted: the change is kept. condemned: the change is harmful, and the ranks are being asked
+to restore the earlier knobs. rolled_back: the earlier knobs are restored. superseded: another generation was committed
+before the trial ended.
+"""
 MAX_CANARY_STEPS = 200
 
 

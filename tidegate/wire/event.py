@@ -8,7 +8,7 @@ from tidegate.wire.base import Count, Label, Message, RunName
 
 
 class Event(Message):
-    """One server-sent event of a run: `kind` is report, generation, agent, alert."""
+    """One server-sent event of a run. `kind` is `report`, `generation`, `agent` or `alert`."""
 
     id: Count
     kind: Label

@@ -23,7 +23,7 @@ class KnobBound(Message):
     unit: str
     help: str
     paths: tuple[str, ...] = ()
-    """The paths that weights may name."""
+    """Names of the storage paths that the knob's value may contain."""
 
     @classmethod
     def of(cls, spec: KnobSpec) -> KnobBound:
@@ -36,7 +36,7 @@ class KnobBound(Message):
 
 
 class RankKnobs(Message):
-    """One rank's view of the knobs."""
+    """One rank's knobs: the generation that it has applied, the values that it uses, and a refusal."""
 
     rank: Rank
     liveness: Liveness
@@ -97,4 +97,4 @@ class KnobPatch(Message):
     changes: Annotated[KnobChanges, Field(min_length=1, max_length=16)]
     reason: Text = ""
     canary: CanaryRequest | None = None
-    """If set, the change is kept only if the steps with it are not worse."""
+    """If set, the change is kept only if the steps with it are not worse than the steps before."""

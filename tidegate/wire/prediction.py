@@ -21,7 +21,7 @@ class PredictedUpdate(Message):
     host_memory_bytes: dict[Label, Count]
     """Host memory by kind: `state` (with paths, the host cache), `mirror`, `gradient`, `slot`."""
     device_memory_bytes: Count
-    """Device memory for the state of residents and for staging slots."""
+    """Device memory in bytes for the state of resident subgroups and for staging slots."""
     bound_seconds: Seconds
     """Lower bound of the update's time under these knobs on this machine."""
     bound_by: Label

@@ -46,21 +46,21 @@ class RunTotals(Message):
     step: Count
     ranks: Count
     step_seconds: Seconds
-    """Forward, backward and update."""
+    """Seconds of forward, backward and update together."""
     update_seconds: Seconds
     slowest_rank: Rank
     """The rank with the longest step."""
     exposed_seconds: Seconds
     tokens: Sum | None = None
-    """Sum over ranks; None if no rank reports tokens."""
+    """Tokens, summed over ranks; None if no rank reports tokens."""
     link_bytes: SumBy = {}
-    """Sums over ranks, by direction."""
+    """Bytes on the link, summed over ranks, by direction."""
     path_bytes: dict[Label, SumBy] = {}
-    """Sums over ranks, by path and operation."""
+    """Bytes read and written, summed over ranks, by path and operation."""
     host_memory_bytes: SumBy = {}
-    """Sums over ranks, by kind."""
+    """Bytes of host memory, summed over ranks, by kind."""
     update_params: SumBy = {}
-    """Sums over ranks, by processor."""
+    """Updated parameters, summed over ranks, by processor."""
 
 
 class RunView(Message):
@@ -76,7 +76,7 @@ class RunView(Message):
     paths: tuple[str, ...] = ()
     """Names of the storage paths of the run's ranks."""
     totals: RunTotals | None = None
-    """None until all ranks have reported the same step."""
+    """Totals over all ranks; None until all ranks have reported the same step."""
     ranks: tuple[RankView, ...]
 
 

@@ -71,7 +71,11 @@ class PathState(Message):
 
 
 class StepReport(Message):
-    """One finished step. Keys of `phase_seconds` are phases; the others are lists of rows."""
+    """One finished step of a rank.
+
+    Keys of `phase_seconds`, `exposed_seconds`, `cpu_seconds` and `device_memory_peak_bytes` are phases; keys of
+    `host_memory_bytes` are kinds of memory.
+    """
 
     step: Count
     timestamp: Moment

@@ -27,8 +27,8 @@ from tidegate.errors import ConfigError
 log = logging.getLogger("tidegate")
 
 SUBCLASS_MODULES: Final = ("deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.mics")
-"""Modules with subclasses of ZeRO-3's optimizer: they are imported before the class is replaced, so that they inherit
-from DeepSpeed's own."""
+"""DeepSpeed's modules that define subclasses of ZeRO-3's optimizer. They are imported before the class is replaced:
+their classes then inherit from DeepSpeed's class and not from Tidegate's."""
 
 
 _open_handles: set[DeepSpeedIntegration] = set()
@@ -109,7 +109,8 @@ def _incompatibilities(engine: Any) -> list[str]:
 
 
 def _check_compatible(obstacles: list[str], settings: Settings) -> bool:
-    """Whether there are no incompatibilities. Otherwise ConfigError or, with `fallback`, False and a warning."""
+    """True if `obstacles`, the list of incompatibilities, is empty. Otherwise ConfigError or, with `fallback`, a
+    warning and False."""
     if not obstacles:
         return True
     reasons = "\n".join(f"- {obstacle}" for obstacle in obstacles)
@@ -120,7 +121,8 @@ def _check_compatible(obstacles: list[str], settings: Settings) -> bool:
 
 
 def _make_nvme_path(engine: Any, settings: Settings) -> None:
-    """Creates the folder of DeepSpeed's `nvme_path`, as DeepSpeed does, if it is a path of Tidegate's."""
+    """Creates the folder of DeepSpeed's setting `nvme_path`, as DeepSpeed would do, if Tidegate uses that folder as a
+    path."""
     offload = engine._config.zero_config.offload_optimizer
     given = settings.offload.paths.get("nvme")
     if offload is not None and offload.nvme_path is not None and isinstance(given, str):
@@ -131,8 +133,9 @@ def _make_nvme_path(engine: Any, settings: Settings) -> None:
 
 @contextmanager
 def _swapping_disabled(engine: Any) -> Iterator[Callable[[], Any]]:
-    """Keeps DeepSpeed from loading state that it has swapped to NVMe: with Tidegate there is none. Yields a function
-    that undoes this and returns DeepSpeed's setting for the place of its state."""
+    """Context manager that changes DeepSpeed's setting of the device for optimizer state from "nvme" to "cpu".
+    Otherwise DeepSpeed would look for state in its swap files, but Tidegate stores the state. Yields a function that
+    restores and returns DeepSpeed's own setting; without that call, the change is permanent unless the block raises."""
     zero = engine._config.zero_config
     given = zero.offload_optimizer
     if engine.zero_nvme_offload_optimizer():
@@ -151,8 +154,8 @@ def _swapping_disabled(engine: Any) -> Iterator[Callable[[], Any]]:
 
 @contextmanager
 def _optimizer_class_replaced(settings: Settings, restore: Callable[[], Any]) -> Iterator[None]:
-    """Replaces ZeRO-3's optimizer class by Tidegate's: the engine looks the name up when it creates the optimizer.
-    `restore` returns DeepSpeed's setting for the place of its state."""
+    """Context manager in which DeepSpeed creates Tidegate's optimizer in place of ZeRO-3's. `restore`: the function
+    that `_swapping_disabled` yields, for the fallback to DeepSpeed's own optimizer."""
     stage3: Any = importlib.import_module("deepspeed.runtime.zero.stage3")
     for module in SUBCLASS_MODULES:
         with suppress(ImportError):

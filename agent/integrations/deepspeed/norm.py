@@ -1,7 +1,8 @@
 """Gradient norm over all ranks and the clipping factor, rounded as in ZeRO-3.
 
-ZeRO-3 sums squares in fp64 within a parameter and over the parameters of a subgroup, then continues in fp32: over
-ranks, and over subgroups. Tidegate's fp64 sums may differ in the last bits; rounding to fp32 nearly always hides that.
+ZeRO-3 sums squares in fp64 within a parameter and over the parameters of a subgroup. Then it continues in fp32, over
+ranks and over subgroups. Tidegate's sums in fp64 may differ in the last bits, but are nearly always equal after
+rounding to fp32.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from tidegate.errors import ConfigError
 
 
 class ZeroNorm:
-    """Replaces `NormOverRanks`, with the same methods: a collective where parameters are sharded.
+    """Gradient norm over ranks in DeepSpeed's rounding. It replaces `NormOverRanks` and has the same methods; they are
+    collectives where parameters are sharded.
 
-    subgroups: DeepSpeed's subgroup of each part. All parts are sharded over the same ranks.
+    parts: this rank's partitions of the parameters, all sharded over the same ranks.
+    subgroups: number of DeepSpeed's subgroup for each part.
     """
 
     def __init__(self, parts: Sequence[LocalShard], subgroups: Sequence[int]) -> None:
@@ -30,8 +33,9 @@ class ZeroNorm:
         raise ConfigError("Under DeepSpeed parameters cannot be added once the engine exists: create a new engine.")
 
     def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
-        """The square of the norm over all ranks (the norm is an fp32 number), and whether to skip the step: gradients
-        are not finite, their norm does not fit in fp32, or a rank has `skip` set."""
+        """Computes the square of the gradient norm over all ranks, where the norm is an fp32 number, and whether the
+        step must be skipped: gradients are not finite, the norm does not fit in fp32, or a rank has `skip` set.
+        `squares`: sum of squares and number of non-finite elements of each part."""
         sums, bad = [0.0] * (max(self._subgroups) + 1), int(skip)
         for part in sorted(squares):
             square, count = squares[part]
@@ -47,8 +51,9 @@ class ZeroNorm:
 
 
 def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
-    """Factor for the gradients, as in `unscale_and_clip_grads`. `norm`: norm of the scaled gradients. `max_grad_norm`:
-    bound for the gradients after multiplication with `unscale`."""
+    """Factor by which the gradients are multiplied, for unscaling and clipping, as in DeepSpeed's
+    `unscale_and_clip_grads`. `norm`: norm of the gradients before unscaling. `unscale`: 1 / loss scale.
+    `max_grad_norm`: limit for the norm after unscaling; None for no clipping."""
     if max_grad_norm is None:
         return unscale
     one, loss_scale = np.float32(1), np.float32(1.0 / unscale)

@@ -1,8 +1,8 @@
 """Scalars of an update as in DeepSpeed's cpu_adam, so that Tidegate's results are equal bit for bit.
 
-cpu_adam keeps betas and their powers in fp32 (1 − 0.999f differs from 0.001 by a relative 1.3e-5, and so do the second
-moments), and rounds a product and the following sum together: `kernels.Arithmetic.DEEPSPEED`. At the end of an array,
-where no whole vector is left, it rounds in another order.
+cpu_adam keeps betas and their powers in fp32: 1 − 0.999f differs from 0.001 by a relative 1.3e-5, and the second
+moments differ by as much. It rounds a product and the following sum together (`kernels.Arithmetic.DEEPSPEED`). Elements
+at the end of an array that do not fill a vector are rounded in another order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from tidegate.kernels.arithmetic.scalars import to_f32
 
 
 class CpuAdamScalars:
-    """Same signature as `kernels.scalars`; may be called from any thread. A step has the same scalars in a resumed run.
+    """Computes the scalars of an update, rounded as in cpu_adam. It has the signature of `kernels.scalars`, and may be
+    called from any thread. A resumed run gets the same scalars as an uninterrupted one.
 
-    several_betas: whether param groups have different betas. cpu_adam then computes the powers at each step in double
-    precision; otherwise it multiplies in fp32, step by step.
+    several_betas: whether param groups have different betas. cpu_adam then computes the powers of betas at each step in
+        double precision; otherwise it multiplies them in fp32, step by step.
     """
 
     def __init__(self) -> None:
         self.several_betas = False
         self._powers: dict[float, tuple[int, np.float32]] = {}
-        """Last exponent and its power, by base."""
+        """Last exponent and the power with it, by base."""
         self._lock = threading.Lock()
 
     def __call__(
@@ -57,7 +58,7 @@ class CpuAdamScalars:
         )
 
     def _power(self, base: float, exponent: int) -> np.float32:
-        """Power of a beta, rounded as in cpu_adam."""
+        """Power of a beta with rounding as in cpu_adam."""
         if self.several_betas:
             return np.float32(float(np.float32(base)) ** exponent)
         with self._lock:

@@ -24,8 +24,9 @@ OWN_KEYS = frozenset({"enabled", "fallback"})
 class Settings:
     """Parsed `"tidegate"` block.
 
-    enabled: False leaves this run to DeepSpeed.
-    fallback: where Tidegate cannot work, True uses DeepSpeed's own optimizer, with a warning; False raises.
+    enabled: whether Tidegate is used; False leaves the run to DeepSpeed.
+    fallback: what happens where Tidegate cannot work. True: DeepSpeed's own optimizer is used, with a warning. False:
+        an error is raised.
     offload: settings of the offload.
     attach: arguments of `tidegate.attach`, which is called if they include `run`.
     """
@@ -37,7 +38,8 @@ class Settings:
 
 
 def block_of(config: object) -> Mapping[str, Any] | None:
-    """The block in DeepSpeed's configuration; None when there is none. ConfigError when it is not a block."""
+    """Returns the `"tidegate"` block of DeepSpeed's configuration; None when there is none. ConfigError when it is not
+    a JSON object."""
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
     if block is not None and not isinstance(block, Mapping):
         raise ConfigError(f'"{BLOCK}" in the DeepSpeed configuration is {block!r}: it must be a block, {{…}}.')
@@ -65,7 +67,7 @@ def settings_of(block: Mapping[str, Any], config: Mapping[str, Any]) -> Settings
 
 
 def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Offload`: the block's own keys; missing ones are derived from DeepSpeed's settings."""
+    """Arguments of `Offload`: the keys of the block; missing ones are derived from DeepSpeed's settings in `zero`."""
     offload = zero.get("offload_optimizer") or {}
     given = {key: block[key] for key in OFFLOAD_KEYS if key in block}
     if "emulated" in given:
@@ -85,7 +87,8 @@ def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any
 
 
 def _path(name: str, given: object) -> str | PathSettings | ObjectSettings:
-    """Settings of a storage path."""
+    """Converts the settings of one storage path: a directory or address as text, or a JSON object. ConfigError for
+    other types."""
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -95,7 +98,8 @@ def _path(name: str, given: object) -> str | PathSettings | ObjectSettings:
 
 
 def _checked(given: object, kind: type, where: str) -> dict[str, Any]:
-    """A block whose keys are fields of `kind`. ConfigError otherwise."""
+    """Returns the JSON object `given` as a dict. ConfigError if it is not an object, or has keys that are not fields of
+    the class `kind`. `where`: its name, for the error."""
     known = {one.name for one in fields(kind)}
     if not isinstance(given, Mapping) or not known >= given.keys():
         raise ConfigError(f'"{BLOCK}": {where} is {given!r}: a block with some of {", ".join(sorted(known))}.')
@@ -110,5 +114,5 @@ def _bool_of(block: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _no_nvme_path() -> str:
-    """Raises ConfigError: `nvme_path` is missing."""
+    """Always raises ConfigError: `nvme_path` is missing."""
     raise ConfigError('offload_optimizer.device is "nvme" without nvme_path: give one, or "paths" in "tidegate".')

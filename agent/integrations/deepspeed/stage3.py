@@ -44,8 +44,8 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """Replaces its base class where the configuration has a `"tidegate"` block. `tidegate` is the optimizer inside, for
-    `tidegate.attach` and its figures."""
+    """ZeRO-3 optimizer that replaces its base class where the configuration has a `"tidegate"` block. `tidegate`: the
+    `tidegate.AdamW` inside, for example for `tidegate.attach`."""
 
     tidegate: AdamW
 
@@ -68,7 +68,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def _create_fp32_partitions(self) -> None:
         self._positions: list[FlatPosition] = []
         self._numbers: dict[int, int] = {}
-        """Number of the part by its parameter's `ds_id`."""
+        """Number of this rank's part of each parameter, by DeepSpeed's `ds_id` of the parameter."""
         by_group: dict[int, list[LocalShard]] = defaultdict(list)
         is_cpu_adam = isinstance(self.optimizer, DeepSpeedCPUAdam)
         vector = vector_numel(self.optimizer.ds_opt_adam) if is_cpu_adam else 1
@@ -86,7 +86,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
                 by_group[self.sub_group_to_group_id[subgroup]].append(part)
                 offset += numel
         self._sources = list(by_group)
-        """Numbers of the DeepSpeed param groups from which Tidegate's are made."""
+        """For each param group of Tidegate's optimizer, the number of the DeepSpeed param group that it was made
+        from."""
         self.tidegate = AdamW(
             [{"params": by_group[source], **self._hyperparameters(source)} for source in self._sources],
             decoupled=is_decoupled(self.optimizer), max_grad_norm=self.clip_grad or None, offload=self._offload,
@@ -128,8 +129,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """Takes over this rank's gradients after the reduction of a bucket; `.grad` of the whole parameters is
-        freed."""
+        """Takes over this rank's gradients when a bucket is reduced, and frees `.grad` of the whole parameters.
+        `grad_partitions`: this rank's part of each gradient."""
         last = self.is_gradient_accumulation_boundary()
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
@@ -139,7 +140,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             param.grad = None
 
     def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
-        """Copies or accumulates a gradient: DeepSpeed reuses the buffer of `gradient`."""
+        """Adds the gradient of part `number` to its sum, or copies it as the first one, because DeepSpeed reuses the
+        buffer of `gradient`. `last`: whether this is the last backward of the step."""
         part, gradients = self._parts[number], self.tidegate.engine.gradients
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
@@ -153,7 +155,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         gradients.accumulating = False
 
     def _finalize_offload_gradient_accumulation(self) -> None:
-        """Does nothing: accumulated gradients are used when the step begins."""
+        """Does nothing, in place of DeepSpeed's method: accumulated gradients are used when the step begins."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, accumulated ones included."""
@@ -161,8 +163,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.tidegate.zero_grad()
 
     def _gradient_of(self, param: Any) -> torch.Tensor:
-        """This rank's gradient of a parameter; zeros if the backward made none. ConfigError with
-        gradients="release"."""
+        """This rank's part of a parameter's gradient, created with zeros if the backward computed none. ConfigError
+        with gradients="release"."""
         if self._offload.gradients == "release":
             raise ConfigError(
                 'gradients="release" hands gradients over as they arrive: they can be read or set only with "keep".'
@@ -205,8 +207,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         }
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> torch.Tensor:
-        """Norm over ranks of the present gradients of these parameters; DeepSpeed's own code sums values that it stored
-        when the gradients arrived. ConfigError with gradients="release"."""
+        """Norm over all ranks of the present gradients of these parameters. DeepSpeed's method would use norms that it
+        stored when the gradients arrived. ConfigError with gradients="release"."""
         self._await_reduction()
         for param in params:
             self.norm_for_param_grads[self.get_param_id(param)] = self._gradient_of(param).float().norm()
@@ -253,7 +255,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._result = result
 
     def _complete_gradients(self) -> None:
-        """Sets missing gradients to zeros, because DeepSpeed updates subgroups as a whole."""
+        """Sets missing gradients to zeros, because DeepSpeed always updates all parameters of a subgroup."""
         waiting = self.tidegate.engine.gradients.params_with_sums
         for number, part in enumerate(self._parts):
             if part.grad is None and number not in waiting:
@@ -293,7 +295,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         states.write_part(self.tidegate, number, name, whole)
 
     def _own_slice(self, value: torch.Tensor, param: Any) -> torch.Tensor:
-        """This rank's slice of a full parameter, without padding."""
+        """This rank's slice of the full value of a parameter, without padding."""
         numel, flat = param.partition_numel(), value.flatten()
         start = min(numel * self._get_param_partition_rank(param), flat.numel())
         return flat[start : min(start + numel, flat.numel())]
@@ -305,7 +307,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         return [int(numel) for numel in self.fp16_partitioned_groups_flat_numel]
 
     def _drop_flats(self) -> None:
-        """Drops the flat tensors: DeepSpeed then sees empty state."""
+        """Frees the tensors in DeepSpeed's layout. DeepSpeed sees an empty optimizer state until they are created
+        again."""
         self._flats = None
         self.optimizer.state.clear()
         self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
@@ -370,7 +373,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
 
     def _restore_from_bit16_weights(self) -> None:
-        """Sets the fp32 weights to the present weights."""
+        """Sets the fp32 weights to the present 16-bit weights."""
         if self._flats is not None:
             super()._restore_from_bit16_weights()
             return

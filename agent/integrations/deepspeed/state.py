@@ -1,5 +1,5 @@
-"""Converts this rank's state from and to DeepSpeed's layout: fp32 weights and moments, one flat tensor each per
-DeepSpeed subgroup."""
+"""Converts this rank's state from and to DeepSpeed's layout: fp32 weights and moments of each DeepSpeed subgroup as
+flat tensors. A part is this rank's partition of one parameter."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError, MemoryBudgetError
 
 BYTES_PER_PARAM = 12
-"""fp32 weight, exp_avg, exp_avg_sq."""
+"""Bytes of fp32 weight, exp_avg and exp_avg_sq together."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPosition:
-    """Position of a part in DeepSpeed's layout: its subgroup and its first element there."""
+    """Position of a part in DeepSpeed's layout: number of the subgroup, and offset and number of its elements there."""
 
     subgroup: int
     offset: int
@@ -32,16 +32,16 @@ class FlatPosition:
 
 @dataclass(frozen=True)
 class FlatState:
-    """State of one DeepSpeed subgroup in host memory, as flat tensors. `master`: fp32 weights. `moments`: empty before
-    the first step."""
+    """State of one DeepSpeed subgroup in host memory, as flat tensors. `master`: fp32 weights. `moments`: exp_avg and
+    exp_avg_sq by name; empty before the first step."""
 
     master: torch.Tensor
     moments: Mapping[str, torch.Tensor]
 
 
 def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits fp32 values into bf16 (nearest, ties away from zero) and the remainder of their bits: `oracle.split_bf16`
-    in torch."""
+    """Splits fp32 values into bf16 values (nearest, ties away from zero) and 16-bit remainders, from which fp32 can be
+    restored. It is `oracle.split_bf16` in torch."""
     bits = master.view(torch.int32)
     nan = master.isnan()
     high = torch.where(nan, bits >> 16 | 0x40, (bits + 0x8000) >> 16)
@@ -50,13 +50,13 @@ def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_bf16(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Inverse of `split_bf16`: the fp32 values."""
+    """Restores the fp32 values from bf16 values and remainders: the inverse of `split_bf16`."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def require_host_memory(numel: int, ranks: Ranks) -> None:
-    """MemoryBudgetError, on all ranks, when the fp32 weights and moments of all ranks of a host do not fit in its
-    memory. `numel`: parameters of this rank."""
+    """Raises MemoryBudgetError, on all ranks, when the fp32 weights and moments of all ranks of a host do not fit in
+    the host's available memory. `numel`: number of parameters of this rank. A collective of all ranks."""
     host = socket.gethostname()
     demands = ranks.all_gather((host, numel * BYTES_PER_PARAM, host_available_bytes()))
     for one in dict.fromkeys(where for where, _, _ in demands):
@@ -85,7 +85,8 @@ def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def idle_engine(optimizer: AdamW) -> Engine:
-    """The optimizer's engine, after running work has ended and edits of the weights are taken over."""
+    """Returns the optimizer's engine when no update is running. Edits that the user made to the weights are taken into
+    the state first."""
     optimizer.wait()
     engine = optimizer.engine
     engine.require_usable()
@@ -95,7 +96,7 @@ def idle_engine(optimizer: AdamW) -> Engine:
 
 
 def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
-    """Copies the state of all parts into `flats`."""
+    """Copies the state of all parts into `flats`. `places`: position of each part."""
     engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
@@ -111,8 +112,8 @@ def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequenc
 def write_all(
     optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
 ) -> None:
-    """Loads the state of all parts from `flats`: weights, remainder or master, moments. `steps`: number of updates of
-    each subgroup."""
+    """Loads the state of all parts from `flats`: fp32 weights, from which the model's weights are rounded too, and
+    moments. `places`: position of each part. `steps`: number of updates of each DeepSpeed subgroup."""
     optimizer.wait()
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, (position, part) in enumerate(zip(positions, optimizer.engine.shards, strict=True)):
@@ -127,7 +128,8 @@ def write_all(
 
 
 def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
-    """The fp32 weights of one part, or one of its moments, in host memory."""
+    """Copies the state of one part to a new fp32 tensor in host memory. `name`: name of a moment; None for the fp32
+    weights."""
     engine = idle_engine(optimizer)
     found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
     for layout in engine.gradients.subgroups_of(part):
@@ -141,7 +143,8 @@ def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
 
 
 def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
-    """Sets the fp32 weights of one part (and its weights, rounded), or one of its moments."""
+    """Sets the state of one part. `name`: name of a moment; None for the fp32 weights, from which the model's weights
+    are rounded too."""
     engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)
@@ -156,19 +159,19 @@ def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tens
 
 
 def _checked_name(name: str) -> str:
-    """The name of a moment. ConfigError for another name."""
+    """Returns the name of a moment unchanged. ConfigError for any other name."""
     if name not in MOMENTS:
         raise ConfigError(f"The optimizer has no state {name!r}: {', '.join(MOMENTS)}.")
     return name
 
 
 def _array(arrays: Mapping[str, torch.Tensor], name: str, s: Segment) -> torch.Tensor:
-    """The part of a state array that belongs to a segment."""
+    """The range of a state array that belongs to a segment."""
     return arrays[name][s.start : s.start + s.numel]
 
 
 def _master(arrays: Mapping[str, torch.Tensor], s: Segment, part: torch.Tensor) -> torch.Tensor:
-    """The fp32 weights of a segment."""
+    """The fp32 weights of a segment, from its state `arrays` and the weights in `part`."""
     if "master" in arrays:
         return _array(arrays, "master", s)
     weight = flat(part)[s.offset : s.offset + s.numel].cpu()
@@ -176,14 +179,14 @@ def _master(arrays: Mapping[str, torch.Tensor], s: Segment, part: torch.Tensor) 
 
 
 def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 weights as the engine rounds them."""
+    """Converts fp32 weights to `dtype` with the engine's rounding."""
     return split_bf16(master.float().contiguous())[0] if dtype == torch.bfloat16 else master.to(dtype)
 
 
 @torch.no_grad()
 def _set_weight(part: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rounds fp32 weights into a part. Returns the state that restores fp32, the remainder or the master, by its
-    name."""
+    """Rounds fp32 weights to the dtype of a part and writes them into it. Returns the state from which fp32 can be
+    restored, by name: the remainder (bf16), the master (fp16), or nothing (fp32)."""
     if part.dtype == torch.bfloat16:
         weight, remainder = split_bf16(master.contiguous())
         part.copy_(weight)

@@ -1,4 +1,4 @@
-"""Checks, before anything is built, that the DeepSpeed version and its settings are supported."""
+"""Checks, before the optimizer is created, that the DeepSpeed release and its settings are supported."""
 
 from __future__ import annotations
 
@@ -65,11 +65,13 @@ TESTED_DIGESTS: Final[Mapping[str, frozenset[str]]] = {
     "get_fp32_grad_for_param": frozenset({"0b59765fd7649026"}),
     "_fp32_state_allgather": frozenset({"735ed78de0c2a8b1"}),
 }
-"""Digests, made by `digests`, of the methods of ZeRO-3's optimizer that Tidegate overrides or calls."""
+"""Methods of ZeRO-3's optimizer that Tidegate overrides or calls, with their digests (see `digests`) in the tested
+releases."""
 
 
 def differences(optimizer_class: type, version: str) -> list[str]:
-    """Differences between DeepSpeed's ZeRO-3 optimizer and all tested releases, one sentence each."""
+    """Lists differences between DeepSpeed's ZeRO-3 optimizer and all tested releases, one sentence each. Empty if there
+    are none."""
     present, name_of = digests(optimizer_class), optimizer_class.__name__
     found = [
         f"{name_of}.{method} has another body or signature." if method in present else f"{name_of} has no {method}."
@@ -85,8 +87,8 @@ def differences(optimizer_class: type, version: str) -> list[str]:
 
 
 def digests(kind: type) -> dict[str, str]:
-    """Digests of the methods that a class defines, by name, without comments, docstrings and white space: a changed
-    digest means possibly changed behaviour."""
+    """Digests of the methods that a class defines, by name. Comments, docstrings and white space are left out. If a
+    digest differs, the method's behaviour may differ."""
     source = inspect.getsource(inspect.getmodule(kind) or kind)
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     lines = source.splitlines(keepends=True)
@@ -100,7 +102,8 @@ def digests(kind: type) -> dict[str, str]:
 
 
 def _normalized_source(lines: list[str]) -> str:
-    """The tokens of a function, which are the same in every version of Python, without comments and docstrings."""
+    """Source text of a function without comments, docstrings and white space. It is the same in every version of
+    Python."""
     found, at_start = [], True
     for token in tokenize.generate_tokens(iter(textwrap.dedent("".join(lines)).splitlines(keepends=True)).__next__):
         if token.type in (tokenize.COMMENT, tokenize.NL) or (at_start and token.type == tokenize.STRING):
@@ -165,7 +168,8 @@ def _unsupported_offload_of_params(engine: Any, offload: Any) -> Iterator[str]:
 
 
 def unsupported_optimizer(optimizer: Any) -> list[str]:
-    """Properties of DeepSpeed's optimizer, passed in or created, that Tidegate cannot replace, each with a remedy."""
+    """Reasons why Tidegate cannot replace an optimizer, which the user passed to DeepSpeed or DeepSpeed created; each
+    with a remedy."""
     kind = type(optimizer)
     known = {("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW")}
     if (kind.__module__.partition(".")[0], kind.__name__) not in known:

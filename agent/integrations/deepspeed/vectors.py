@@ -15,20 +15,20 @@ from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, adamw_update
 log = logging.getLogger("tidegate.deepspeed")
 
 WIDTHS: Final = (16, 8, 4, 1, sys.maxsize)
-"""Vector widths in elements: AVX-512, AVX2 and NEON; 1, where no element is left over; and, without vectors, a width at
-which all elements are left over."""
+"""Vector widths to try, in elements: 16 (AVX-512), 8 (AVX2), 4 (NEON), 1 (no element is left over), and a huge one for
+code without vectors (all elements are left over)."""
 NUMEL: Final = 127
-"""Number of elements of the test update: no multiple of a vector."""
+"""Number of elements of the test update. It is no multiple of any vector width but 1."""
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 
 def vector_numel(cpu_adam: Any) -> int:
-    """Number of elements that DeepSpeed's op `cpu_adam` updates at a time. Elements that are left over at the end of an
-    array are updated one by one, and rounded differently (`kernels.Arithmetic`).
+    """Number of elements that DeepSpeed's op `cpu_adam` updates at once. Elements left over at the end of an array are
+    updated one by one, with another rounding (`kernels.Arithmetic`).
 
-    The width can only be found by an update: the op may have been built for another machine, and another compiler may
-    fuse operations differently. If no width gives the op's bits, weights are close to DeepSpeed's but not equal, which
-    is logged.
+    The width is found by comparing the results of one update, because the op may have been built for another machine,
+    or with a compiler that fuses operations differently. If no width gives the same bits, 1 is returned and a warning
+    is logged: weights will be close to DeepSpeed's, but not equal.
     """
     wanted = _updated_by(cpu_adam)
     for width in WIDTHS:
@@ -42,14 +42,14 @@ def vector_numel(cpu_adam: Any) -> int:
 
 
 def _arrays() -> list[torch.Tensor]:
-    """Weight, moments and gradient of an update."""
+    """Creates the weight, moments and gradient of the test update."""
     values = np.random.default_rng(0).standard_normal((4, NUMEL)).astype(np.float32)
     values[2] *= values[2]
     return list(torch.from_numpy(values))
 
 
 def _updated_by(cpu_adam: Any) -> list[torch.Tensor]:
-    """Result of one update by DeepSpeed's op."""
+    """Runs the test update with DeepSpeed's op and returns the arrays."""
     number, found = -1, _arrays()
     weight, exp_avg, exp_avg_sq, grad = found
     cpu_adam.create_adam(number, LR, *BETAS, EPS, DECAY, True, False)
@@ -59,7 +59,7 @@ def _updated_by(cpu_adam: Any) -> list[torch.Tensor]:
 
 
 def _updated_here(width: int) -> list[torch.Tensor]:
-    """Result of one update by Tidegate's kernel with this vector width."""
+    """Runs the test update with Tidegate's kernel and this vector width, and returns the arrays."""
     values, found, body = CpuAdamScalars()(LR, *BETAS, EPS, DECAY, step=1), _arrays(), NUMEL - NUMEL % width
     with ThreadPool(1) as pool:
         for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tidegate.daemon.storage.store import Store
 
 SHOWN = 50
-"""Most rows that are listed."""
+"""Number of rows that are listed, at most."""
 
 
 def examine_state(directory: Path) -> list[Finding]:

@@ -96,7 +96,7 @@ def driver() -> str:
 
 
 def context(place: torch.device) -> str:
-    """Runs a kernel of torch. A torch build without code for this GPU fails here."""
+    """Runs a kernel of torch; returns details for the finding. A torch build without code for this GPU fails here."""
     found = torch.arange(8, device=place).square().sum().item()
     if found != 140:
         raise CheckFailed(f"the GPU sums the squares up to 7 to {found}, not 140", "the GPU is faulty: see dmesg")

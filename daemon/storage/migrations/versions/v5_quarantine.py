@@ -1,4 +1,4 @@
-"""Version 5: table of counters that never decrease, whatever the clock does; quarantine table for unreadable rows."""
+"""Version 5: table of counters that never decrease, even if the clock is set back; quarantine for unreadable rows."""
 
 from __future__ import annotations
 
