@@ -164,5 +164,5 @@ def use_instruction_set(name: str) -> None:
     same."""
     offered = instruction_sets()
     if name not in offered:
-        raise ValueError(f"instruction set {name!r} is not offered here, only {', '.join(offered)}")
+        raise ValueError(f"instruction set {name!r} is not available on this CPU; available are {', '.join(offered)}")
     _native.use_instruction_set(offered.index(name))

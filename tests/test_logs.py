@@ -100,7 +100,7 @@ def test_training_commands_and_the_daemon_that_they_start_log_in_the_form_that_t
 def test_a_format_that_there_is_not_is_said() -> None:
     done = python(AGENT, "xml")
     assert done.returncode != 0
-    assert "TIDEGATE_LOG_FORMAT='xml' is no log format; one of: text, json." in done.stderr
+    assert "TIDEGATE_LOG_FORMAT='xml' is not a log format: use one of text, json." in done.stderr
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

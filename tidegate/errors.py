@@ -203,8 +203,8 @@ class StateFileError(StorageError):
     problem (`trouble`) and the remedy.
     """
 
-    trouble: ClassVar[str] = "is not what was asked for"
-    remedy: ClassVar[str] = "Load a checkpoint; what is in this file is lost."
+    trouble: ClassVar[str] = "does not contain the expected state"
+    remedy: ClassVar[str] = "Load a checkpoint; the content of this file cannot be used."
 
     def __init__(self, file: str | os.PathLike[str], found: object, expected: object) -> None:
         super().__init__(f"{os.fspath(file)} {self.trouble}: found {found}, expected {expected}. {self.remedy}")
@@ -275,15 +275,15 @@ class ManifestDamaged(StateFileError):
 class FileDamaged(StateFileError):
     """A file of a checkpoint that `save_also` wrote differs from its checksum."""
 
-    trouble = "is not as it was saved"
-    remedy = "Load weights and state of another one; `tidegate doctor --checkpoints` lists and removes damaged ones."
+    trouble = "has changed since it was saved in the checkpoint"
+    remedy = "Load weights and state of another checkpoint; `tidegate doctor --checkpoints` lists damaged ones."
 
 
 class StrangeEntry(StateFileError):
     """There is a link, a FIFO, a socket or a device file at the place of a plain file or directory of Tidegate."""
 
-    trouble = "is something else than Tidegate makes"
-    remedy = "Look who put it there, and remove it; nothing was read through it."
+    trouble = "is not the kind of file that Tidegate creates there"
+    remedy = "Find out who created it, and remove it; Tidegate has not read or followed it."
 
 
 class FileUnreadable(StateFileError):
@@ -293,7 +293,7 @@ class FileUnreadable(StateFileError):
     """
 
     trouble = "cannot be read"
-    remedy = "What is in it may be sound, and nothing removes it: put right what the system says, then look again."
+    remedy = "Its content may be sound, so it is not removed: solve the problem that the system names, then try again."
 
     def __init__(self, file: str | os.PathLike[str], error: OSError) -> None:
         code = error.errno or errno.EIO
@@ -308,7 +308,7 @@ class BlockDamaged(StateFileError):
     """
 
     trouble = "has a damaged block"
-    remedy = "The device may be failing: look at its health, then load a checkpoint."
+    remedy = "The storage device may be failing: check it, then load a checkpoint."
 
     def __init__(
         self, file: str | os.PathLike[str], block: int, offset: int, found_checksum: int, expected_checksum: int

@@ -95,7 +95,7 @@ def configure_from_environment() -> None:
         form = LogFormat(wanted)
     except ValueError as error:
         known = ", ".join(LogFormat)
-        raise ConfigError(f"{VARIABLE}={wanted!r} is no log format; one of: {known}.") from error
+        raise ConfigError(f"{VARIABLE}={wanted!r} is not a log format: use one of {known}.") from error
     log = logging.getLogger("tidegate")
     log.addHandler(_Handler(form))
     log.setLevel(logging.INFO)

@@ -40,7 +40,7 @@ def encodable(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{what} {text!a} is not UTF-8: write it in characters that are.") from error
+        raise ConfigError(f"{what} {text!a} has characters that are not valid UTF-8: use others.") from error
     return text
 
 

@@ -72,7 +72,10 @@ def calibrate(
     """
     needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
-        raise ConfigError(f"Calibration needs {needed:,} bytes of host memory: free some, or lower numel={numel:,}.")
+        raise ConfigError(
+            f"Calibration needs {needed:,} bytes of host memory, and {host_available_bytes():,} bytes are available: "
+            f"free some, or lower numel={numel:,}."
+        )
     threads = cpu_threads or cpu_lane_threads()
     settings = {name: settings_of(path) for name, path in (paths or {}).items()}
     with ExitStack() as stack:

@@ -59,5 +59,5 @@ def _load(folder: Path, paths: Mapping[str, PathSettings]) -> Calibration | None
     file = calibration_file(folder, here["host"], {name: path.directory for name, path in paths.items()})
     calibration = load_calibration(file, here)
     if calibration is not None:
-        log.info("speeds of this machine: as in %s", file, extra=event("calibration_used", file=str(file)))
+        log.info("speeds of this machine: as saved in %s", file, extra=event("calibration_used", file=str(file)))
     return calibration

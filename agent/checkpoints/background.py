@@ -149,11 +149,11 @@ class PendingCheckpoint:
         their parts.
         """
         if not self.done() and os.getpid() != self._pid:
-            raise EngineError(f"{self.directory} is written by the parent process; a forked child cannot wait for it.")
+            raise EngineError(f"{self.directory} is written by the parent process: wait for it there, not in a child.")
         if not self._ended.wait(timeout):
             raise TimeoutError(
                 f"{self.directory} is not complete after {timeout:g} s: {self.copied_bytes:,} of "
-                f"{self.total_bytes:,} bytes are copied."
+                f"{self.total_bytes:,} bytes are copied. The copy goes on in the background: wait longer."
             )
         if self._failure is not None:
             self._failure_raised = True

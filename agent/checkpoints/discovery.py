@@ -79,9 +79,9 @@ def _manifests_of(step: Path) -> list[Manifest]:
     for path in sorted(path for path in step.iterdir() if MANIFEST_NAME.fullmatch(path.name)):
         manifest = read_manifest(path)
         if path != manifest_path(step, manifest.rank):
-            raise ManifestDamaged(path, f"that of rank {manifest.rank}", path.stem)
+            raise ManifestDamaged(path, f"the manifest of rank {manifest.rank}", path.stem)
         if step.name.partition(".")[0] != f"step-{manifest.step}":
-            raise ManifestDamaged(path, f"that of step {manifest.step}", step.name)
+            raise ManifestDamaged(path, f"the manifest of step {manifest.step}", step.name)
         manifests.append(manifest)
     if has_all_ranks(manifests):
         for manifest in manifests:
@@ -91,7 +91,7 @@ def _manifests_of(step: Path) -> list[Manifest]:
             except FileNotFoundError as error:
                 if not manifest_path(step, manifest.rank).exists():
                     raise
-                raise DataTruncated(folder, "no folder", "one") from error
+                raise DataTruncated(folder, "no folder", "a folder with the rank's files") from error
     return manifests
 
 
@@ -112,7 +112,7 @@ def warn_damaged(damaged: DamagedCheckpoint) -> None:
         _warned.add(about)
         is_damaged = damaged.is_removable
         log.warning(
-            "checkpoint %s is %sleft out: %s `tidegate doctor --checkpoints %s` lists %ssuch checkpoints.",
+            "checkpoint %s is %sskipped: %s `tidegate doctor --checkpoints %s` lists %ssuch checkpoints.",
             damaged.directory, "damaged and " if is_damaged else "", damaged.reason, damaged.directory.parent,
             "and removes " if is_damaged else "",
             extra=event("checkpoint_damaged", checkpoint=str(damaged.directory), reason=str(damaged.reason)),

@@ -107,7 +107,7 @@ def _is_sound(checkpoint: Checkpoint) -> bool:
     except StateFileError as reason:
         warn_damaged(DamagedCheckpoint(checkpoint.directory, reason))
     except (StorageError, OSError) as error:
-        log.warning("checkpoint %s is left out: %s", checkpoint.directory, error)
+        log.warning("checkpoint %s cannot be read and is skipped: %s", checkpoint.directory, error)
     else:
         return True
     return False
@@ -159,7 +159,7 @@ def remove_damaged(found: Inspected) -> None:
         if current.unreadable:
             raise CheckpointFailed(f"{directory} was not removed: {current.unreadable}")
         if current.damage is None or not current.damage.is_removable:
-            raise CheckpointFailed(f"{directory} has changed since it was inspected: inspect it again.")
+            raise CheckpointFailed(f"{directory} has changed since it was listed: list it again, nothing was removed.")
         if not is_directory(directory):
             os.unlink(directory)
             return

@@ -187,7 +187,7 @@ def read_manifest(path: Path) -> Manifest:
     with file_unreadable_on_error(path), open_plain(path) as file:
         data = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestDamaged(path, f"more than {MAX_MANIFEST_BYTES:,} bytes", "fewer")
+        raise ManifestDamaged(path, f"more than {MAX_MANIFEST_BYTES:,} bytes", "a smaller file")
     return Manifest.unpack(data, path)
 
 

@@ -91,7 +91,7 @@ class Fields:
     def _take(self, name: str) -> Any:
         """Returns a value and marks it as read. WrongManifestError when it is missing or was already read."""
         if name not in self._values:
-            raise WrongManifestError(f"no {self._at(name)}", "one")
+            raise WrongManifestError(f"no value of {self._at(name)}", "a value")
         return self._values.pop(name)
 
     def _at(self, name: str) -> str:

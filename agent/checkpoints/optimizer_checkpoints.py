@@ -73,7 +73,7 @@ class OptimizerCheckpoints:
         if step is not None:
             raise ConfigError(f"step={step} is for a directory, and {source} is one checkpoint: leave it out.")
         if source.manifest.rank != rank:
-            raise ForeignState(source.folder, f"the part of rank {source.manifest.rank}", f"that of rank {rank}")
+            raise ForeignState(source.folder, f"the part of rank {source.manifest.rank}", f"the part of rank {rank}")
         return source
 
     def load_state(self, checkpoint: Checkpoint, reader: Reader) -> None:

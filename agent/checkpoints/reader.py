@@ -172,6 +172,6 @@ def checkpoint_failed_on_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataTruncated(path, "no file", "one") from error
+        raise DataTruncated(path, "no file", "a state file") from error
     except OSError as error:
         raise CheckpointFailed(f"{path} cannot be read: {error.strerror}.") from error

@@ -68,7 +68,7 @@ def verify(folder: Path, files: tuple[SavedFile, ...]) -> None:
         try:
             found = _checksum(folder, file.file, lambda _: None, expected_bytes=file.nbytes)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DataTruncated(path, "no file", "one") from error
+            raise DataTruncated(path, "no file", "the file that save_also wrote") from error
         if found.nbytes != file.nbytes:
             raise FileDamaged(path, f"{found.nbytes:,} bytes", f"{file.nbytes:,}")
         if found.sha256 != file.sha256:

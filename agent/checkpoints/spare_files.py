@@ -104,8 +104,8 @@ def _check_space(where: str, needed: int, free: int, copies: int, spares: int) -
     of copies and spare files, for the message."""
     if needed > free:
         raise PathFull(
-            f"A checkpoint {where} needs {needed:,} bytes more, {free:,} are free: for copies of {copies} subgroups "
-            f"and {spares} spare files, as a linked file is never written to again. Free space, keep fewer "
-            "checkpoints, or save to another file system.",
+            f"A checkpoint {where} needs {needed:,} bytes more, and {free:,} bytes are free. They are for copies of "
+            f"{copies} subgroups and for {spares} spare files: later updates write to these, because files that belong "
+            "to a checkpoint do not change. Free space, keep fewer checkpoints, or save to another file system.",
             needed, free,
         )  # fmt: skip

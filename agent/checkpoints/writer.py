@@ -213,7 +213,10 @@ def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
         ranks.all_true(False)
         raise
     if not ranks.all_true(True):
-        raise CheckpointFailed(f"Another rank could not write its part of {directory}: it is not complete.")
+        raise CheckpointFailed(
+            f"Another rank could not write its part of checkpoint {directory}, which stays incomplete. The error of "
+            "that rank says why. Older checkpoints are unchanged."
+        )
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def validated(hello: Callable[[], AgentHello]) -> AgentHello:
         wrong = error.errors(include_url=False)[0]
         field = ".".join(map(str, wrong["loc"])) or "its parts together"
         raise ConfigError(
-            f"A value in this rank's hello to the daemon is out of bounds ({field}: {wrong['msg']})."
+            f"The daemon would refuse the description of this rank: {field} is out of bounds ({wrong['msg']})."
         ) from error
 
 

@@ -159,7 +159,7 @@ class Attachment:
         try:
             self.link.update_hello(validated(lambda: self._hello(reset_knobs=False)))
         except ConfigError as error:
-            log.warning("%s The daemon keeps the earlier values.", error, extra=event("hello_refused"))
+            log.warning("%s The daemon keeps the values that it received before.", error, extra=event("hello_refused"))
 
     def resumed(self) -> None:
         """Continues at the optimizer's step number after the optimizer loaded a state. The rank registers as a new
@@ -188,7 +188,7 @@ class Attachment:
                 handle.remove()
             self._stop()
             log.info(
-                "run %s, rank %d: %d steps", self.run, self.rank, self.recorder.steps,
+                "run %s, rank %d: detached after %d steps", self.run, self.rank, self.recorder.steps,
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
 
@@ -292,14 +292,14 @@ class Attachment:
             if self.link is not None:
                 self.link.report_unusable(committed.decision, str(refusal))
             log.error(
-                "generation %d cannot be applied, last good knobs stay: %s", committed.generation, refusal,
+                "generation %d cannot be applied, the last good knobs stay in force: %s", committed.generation, refusal,
                 extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
             )  # fmt: skip
             return False
         self._optimizer.apply_knobs(committed.knobs)
         knobs = committed.knobs.as_dict()
         log.info(
-            "generation %d applied: %s", committed.generation, knobs,
+            "generation %d of the knobs is applied: %s", committed.generation, knobs,
             extra=event("generation_applied", run=self.run, generation=committed.generation, knobs=knobs),
         )  # fmt: skip
         return True

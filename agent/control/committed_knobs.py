@@ -85,7 +85,8 @@ class KnobDecisions:
             if not self.report_unusable((epoch, directive.committed), reason):
                 return
             log.error(
-                "generation %d cannot be used here, last good knobs stay: %s", directive.committed, reason,
+                "generation %d cannot be used on this rank, the last good knobs stay in force: %s",
+                directive.committed, reason,
                 extra=event("generation_refused", run=self._run, generation=directive.committed, reason=reason),
             )  # fmt: skip
         else:

@@ -220,7 +220,7 @@ class AgentLink:
 
     def _deliver_or_log(self) -> bool:
         """Sends a report; False when an unexpected error prevented that, which is logged once and does not prevent
-        later reports. Errors of the exchange with the daemon (`REFUSED`) are raised."""
+        later reports. Errors of the exchange with the daemon (`REFUSALS`) are raised."""
         try:
             self._deliver()
         except REFUSALS:
@@ -322,7 +322,7 @@ class AgentLink:
             self._refusals.token_refused(error)
         elif self._registration.connected:
             log.warning(
-                "daemon lost, training goes on with its last knobs: %s", error,
+                "the connection to the daemon is lost, training goes on with the present knobs: %s", error,
                 extra=event("daemon_lost", reason=str(error)),
             )  # fmt: skip
         self._registration.connected = False

@@ -103,7 +103,9 @@ class RankMessages:
         except ValidationError as error:
             if not self._rates_refused:
                 log.warning(
-                    "the measured rates are out of bounds and are not reported: %s", error, extra=event("rates_refused")
+                    "the measured speeds of this machine are out of bounds, and are not sent to the daemon: %s",
+                    error,
+                    extra=event("rates_refused"),
                 )
             self._rates_refused = True
             return None

@@ -58,7 +58,10 @@ class Registration:
                     raise
                 self._refusals.token_refused(error)
             except REFUSALS as error:
-                log.warning("daemon away, training goes on: %s", error, extra=event("daemon_away", reason=str(error)))
+                log.warning(
+                    "the daemon cannot be reached, training goes on without it: %s", error,
+                    extra=event("daemon_away", reason=str(error)),
+                )  # fmt: skip
             return
 
     def register(self, hello: AgentHello) -> None:

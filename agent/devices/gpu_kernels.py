@@ -56,7 +56,7 @@ def load_kernels(device: torch.device) -> GpuKernels:
     try:
         kernels = cast(GpuKernels, importlib.import_module(TRITON))
         if differs := self_test.differences(kernels, device):
-            raise ArithmeticError(f"results differ from the oracle's: {', '.join(differs)}")
+            raise ArithmeticError(f"these results differ from the reference implementation: {', '.join(differs)}")
     except Exception as error:
         cause = cause_of(error)
         log.warning(

@@ -57,7 +57,10 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
     if device.type != "cuda":
         raise ParameterError(f"Parameters are on {device}: weights on a CUDA device, or on the CPU, are supported.")
     if offload.device == "emulated":
-        raise ParameterError(f"Parameters are on {device}, and device='emulated' is for weights on the CPU.")
+        raise ParameterError(
+            f"Parameters are on {device}, but device='emulated' is for weights on the CPU: leave out device, or move "
+            "the model to the CPU."
+        )
     _warn_of_few_queues()
     return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
 

@@ -321,8 +321,8 @@ class Engine:
             return
         if self.gradients.any_released and not dropping:
             raise EngineError(
-                "Gradients of this step are released already: they exist in the update that waits for step() and "
-                "nowhere else. Call step() first, or drop them with zero_grad()."
+                "Gradients of this step have been released from .grad and are held only for the update in step(). Call "
+                "step() first, or drop them with zero_grad()."
             )
         with DelayInterrupt():
             self._dropped += self._executor.cancel()

@@ -40,7 +40,7 @@ class StepPhases:
     """When the first gradient of the step's last backward pass arrived, on the host's monotonic clock."""
     single_node_share: float = 0.0
     """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, in that
-    backward pass (see `gradient_arrival.handed_together`)."""
+    backward pass (see `gradient_arrival.single_node_share`)."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:

@@ -68,11 +68,11 @@ class Residences:
         known = list(self._store.paths)
         for name, weight in _explicit_weights(effective.tier_split):
             if name not in known:
-                raise KnobError(f"tier_split names {name!r}; the paths here are: {', '.join(known)}.", "tier_split")
+                raise KnobError(f"tier_split names {name!r}; the run's paths are: {', '.join(known)}.", "tier_split")
             if weight and name in self._store.retired and effective.tier_split != self._split:
                 raise KnobError(
                     f"tier_split names {name!r}, which is retired: {self._store.retired[name]} Leave it out, or give "
-                    "it weight 0; it comes back with a new start of the run.",
+                    "it weight 0; it can be used again after a restart of the run.",
                     "tier_split",
                 )
         placed = place_subgroups(len(subgroups), stride=effective.stride, static_ratio=effective.static_ratio)

@@ -120,9 +120,9 @@ def _hook_of(model: DistributedDataParallel) -> _BucketHook:
             model.register_comm_hook(None, lambda _, bucket: buckets.reduce(bucket))
         except RuntimeError as error:
             raise ConfigError(
-                f"overlap_ddp takes the communication hook of the {type(model).__name__}, of which there is one, and "
-                "this model has a communication hook already (register_comm_hook). Do not register that one; or "
-                "leave out overlap_ddp: gradients are then copied after the backward."
+                f"overlap_ddp registers a communication hook, and {type(model).__name__} allows only one: this model "
+                "has one already (register_comm_hook). Do not register that hook; or leave out overlap_ddp: gradients "
+                "are then copied after the backward."
             ) from error
         _hooks[model] = buckets
     return _hooks[model]

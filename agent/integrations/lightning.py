@@ -122,8 +122,9 @@ def _single_optimizer(optimizers: list[Any]) -> AdamW:
         return ours[0]
     if ours:
         raise ConfigError(
-            f"The module has {len(ours)} tidegate.AdamW, and TidegateCallback attaches one: attach each in the "
-            "module's on_train_start instead, with tidegate.attach(optimizer, run='…') under a name of its own."
+            f"The module has {len(ours)} optimizers of type tidegate.AdamW, and TidegateCallback can attach only one: "
+            "attach each in the module's on_train_start instead, with tidegate.attach(optimizer, run='…') and another "
+            "run name for each."
         )
     names = ", ".join(type(optimizer).__name__ for optimizer in found) or "no optimizer"
     raise ConfigError(

@@ -190,7 +190,9 @@ def _require_module(model: object) -> None:
 def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
     """ConfigError unless each read of an optimizer's weight in the model's forward can wait for its update."""
     if optimizer.overlap is not None:
-        raise ConfigError("This optimizer overlaps a model's forward already; close() that first.")
+        raise ConfigError(
+            "overlap_forward was called for this optimizer before: call close() on the object that it returned first."
+        )
     if optimizer.offload.gradients != "release":
         raise ConfigError(
             'Overlap with the forward needs Offload(gradients="release"): '
@@ -203,7 +205,10 @@ def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
             "that holds all of them."
         )
     if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl for m in model.modules()):
-        raise ConfigError("Overlap with the forward is off under torch.compile: its reads of weights are not gated.")
+        raise ConfigError(
+            "overlap_forward does not work with torch.compile: compiled code reads weights without waiting for their "
+            "update. Leave out one of both."
+        )
     _require_plain(list(model.parameters()))
 
 
@@ -216,4 +221,7 @@ def _require_plain(params: Sequence[torch.Tensor]) -> None:
         from torch.distributed.tensor import DTensor
 
         if any(isinstance(param, DTensor) for param in params):
-            raise ConfigError("Overlap with the forward is off for DTensor parameters (FSDP2): reads are not gated.")
+            raise ConfigError(
+                "overlap_forward does not work with DTensor parameters (FSDP2): FSDP2 reads weights without waiting "
+                "for their update. Leave out overlap_forward."
+            )

@@ -65,7 +65,7 @@ def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, 
     """
     unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is not an option of AdamW.")
+        raise ConfigError(f"{unknown[0]!r} is not an option of AdamW: check its name.")
     defaults = {**hyperparameters, **TORCH_DEFAULTS, **torch_options}
     check_flag("decoupled", defaults["decoupled_weight_decay"])
     check_group(defaults)

@@ -59,7 +59,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], offload: Offload | None) -> None:
         """params, defaults: as in `torch.optim.Optimizer`. Raises as `AdamW` does."""
         if isinstance(params, torch.Tensor):
-            raise TypeError(f"params must be an iterable of tensors or dicts, but is one {torch.typename(params)}.")
+            raise TypeError(f"params must be an iterable of tensors or dicts, not a single {torch.typename(params)}.")
         params = list(params)
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")

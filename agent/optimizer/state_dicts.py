@@ -126,7 +126,8 @@ def by_position(state_dict: Mapping[str, Any]) -> tuple[dict[int, ParamState], d
                 own[places[key]] = values
         elif isinstance(key, int):
             raise ConfigError(
-                f"The state has a parameter {key}, its groups have {len(places)}: it is of another model, or damaged."
+                f"The state dict has state of parameter {key}, but its param groups list {len(places)} parameters: it "
+                "belongs to another model, or is damaged."
             )
         else:
             others[key] = values
@@ -173,18 +174,19 @@ def check(
     for index, given in state.items():
         if index >= len(params):
             raise ConfigError(
-                f"The state has a parameter {index}, the model has {len(params)}: it is of another model."
+                f"The state dict has state of parameter {index}, but the model has {len(params)} parameters: it "
+                "belongs to another model."
             )
         if "step" not in given:
-            raise ConfigError(f"The state of parameter {index} has no step: it is not of AdamW.")
+            raise ConfigError(f"The state of parameter {index} has no step: it was not saved by AdamW.")
         whole_steps(given["step"], f"The state of parameter {index} cannot be loaded: step")
         for name in MOMENTS:
             if name not in given:
-                raise ConfigError(f"The state of parameter {index} has no {name}: it is not of AdamW.")
+                raise ConfigError(f"The state of parameter {index} has no {name}: it was not saved by AdamW.")
             if given[name].shape != params[index].shape:
                 raise ConfigError(
                     f"{name} of parameter {index} has shape {tuple(given[name].shape)}, "
-                    f"the parameter {tuple(params[index].shape)}: the state belongs to another model."
+                    f"but the parameter has shape {tuple(params[index].shape)}: the state belongs to another model."
                 )
 
 

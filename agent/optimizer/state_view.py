@@ -100,7 +100,7 @@ class OffloadedTensor(torch.Tensor):
 
     @data.setter
     def data(self, _: torch.Tensor) -> None:
-        raise ConfigError(f".data = … would not reach the state. {REMEDY}")
+        raise ConfigError(f"An assignment to .data would not change the state. {REMEDY}")
 
     def numpy(self, *, force: bool = False) -> Any:
         """A read-only NumPy array with a copy of the values."""
@@ -243,7 +243,7 @@ class OffloadedState(defaultdict[Any, Any]):
             optimizer, whole = owner(), param_ref()
             if optimizer is None or whole is None:
                 raise ConfigError(
-                    "The optimizer that this state belongs to no longer exists; call its state_dict() before."
+                    "The optimizer of this state no longer exists: call its state_dict() while you still hold it."
                 )
             return shard_of(optimizer.read_state(whole)[name])
 
@@ -355,4 +355,4 @@ def user_entries(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_unless(allowed: bool, what: str) -> None:
     if not allowed:
-        raise ConfigError(f"{what} would not reach the state. {REMEDY}")
+        raise ConfigError(f"{what} would not change the state. {REMEDY}")

@@ -85,7 +85,10 @@ class GpuSampler:
                 self.cpu_seconds = time.thread_time()
         except Exception as error:
             # For example a GPU that is lost: old figures are dropped, because they no longer hold.
-            log.warning("no more figures from NVML: %s", error, extra=event("nvml_lost", reason=str(error)))
+            log.warning(
+                "NVML failed, its metrics (GPU utilization, PCIe bytes) are absent from now on: %s", error,
+                extra=event("nvml_lost", reason=str(error)),
+            )  # fmt: skip
             self.figures = GpuFigures()
         finally:
             if gpu is not None:

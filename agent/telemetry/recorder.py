@@ -228,7 +228,10 @@ class Recorder:
             totals.gradient_arrival += step.gradient_arrival
         self._unreported.append(report)
         for name in self._live.observe(measured_work(result.spans), _ran(step)):
-            log.info("%s has changed permanently: it is measured again", name, extra=event("rate_drifted", rate=name))
+            log.info(
+                "the speed %s has changed for good: its earlier measurements are discarded", name,
+                extra=event("rate_drifted", rate=name),
+            )  # fmt: skip
         if not result.skipped and all(later.result.plan is not result.plan for later in self._unprocessed):
             self._predict(result.plan, prediction)
         totals.predicted_update_seconds = prediction.seconds

@@ -46,7 +46,7 @@ def report_of(step: FinishedStep) -> StepReport:
 
 
 def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> UpdateFigures:
-    """The figures of one step as input of the function `verdict`. `delivery`: how the gradients arrived."""
+    """The figures of one step as input of the function `verdict`. `gradient_arrival`: how the gradients arrived."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
         (f"{row.path}:{row.operation}", row) for row in report.paths

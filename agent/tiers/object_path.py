@@ -185,7 +185,10 @@ class ObjectPath:
         try:
             self._short_client.delete(keys)
         except RequestFailed as error:
-            log.warning("path %s: %d objects are deleted only at the end of the run: %s", self.name, len(keys), error)
+            log.warning(
+                "path %s: %d objects cannot be deleted now, this is tried again at the end of the run: %s",
+                self.name, len(keys), error,
+            )  # fmt: skip
         else:
             self._stored_keys.difference_update(keys)
 
@@ -205,7 +208,7 @@ class ObjectPath:
                 self._mover.count_failure(operation, again=False)
                 raise PathFailed(
                     f"Path {self.name} failed to {operation} the state of subgroup {state.kind.subgroup} after step "
-                    f"{step}, {self.settings.url}: {error}.",
+                    f"{step} ({self.settings.url}): {error}.",
                     self.name, state.kind.subgroup, error.errno,
                 ) from None  # fmt: skip
             end = time.monotonic()

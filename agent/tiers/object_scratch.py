@@ -157,7 +157,10 @@ def remove_objects(leftover: ObjectLeftover) -> None:
         if current is None:
             return
         if current.alive != "no" or current.owner != leftover.owner:
-            raise ScratchTaken(f"{leftover.directory} is in use, may be in use, or has changed since it was listed.")
+            raise ScratchTaken(
+                f"{leftover.directory} is in use, may be in use, or has changed since it was listed: it was not "
+                "removed. List it again."
+            )
         keys = [entry["path"] for entry in client.objects(folder)]
         # The lease is deleted last, so that scratch that is left after a crash can still be identified.
         client.delete([key for key in keys if not key.endswith(f"/{OWNER_FILE}")])

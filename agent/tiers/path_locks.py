@@ -142,7 +142,10 @@ class _LockFile:
             except (LocksUnusable, OSError) as error:
                 # Locking worked at the start and fails now: training continues without it, more slowly.
                 if not self.warned:
-                    log.warning("Continuing without exclusive use of paths, more slowly: %s", error)
+                    log.warning(
+                        "Processes of this node use paths at the same time, which is slower, because locks fail: %s",
+                        error,
+                    )
                 self.warned = True
                 return False
 
@@ -336,7 +339,10 @@ def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
     try:
         return TierLocks(lock_directory(), key, slots)
     except LocksUnusable as error:
-        log.warning("Continuing without exclusive use of path %s, more slowly: %s", name, error)
+        log.warning(
+            "Processes of this node use path %s at the same time, which is slower, because it cannot be locked: %s",
+            name, error,
+        )  # fmt: skip
         return None
 
 

@@ -127,7 +127,7 @@ class TierStore:
             raise
         except (PathUnusable, OSError) as error:
             self.retire(path, error)
-            raise PathUnusable(f"Path {path} cannot take subgroup {subgroup}: {error}") from error
+            raise PathUnusable(f"Path {path} cannot hold the state of subgroup {subgroup}: {error}") from error
 
     def remove_other_copies(self, subgroup: int, residence: Residence) -> None:
         """Removes the subgroup's files from all paths but `residence`, where its state is now."""
@@ -201,7 +201,7 @@ class TierStore:
             self._flushed_to[subgroup] = name
             self.paths[name].counters.count_taken_over(moved.nbytes)
             logged = event("path_took_over", path=name, subgroup=subgroup, instead_of=path)
-            log.warning("path %s takes subgroup %d, which %s could not", name, subgroup, path, extra=logged)
+            log.warning("path %s stores state of subgroup %d, which %s could not", name, subgroup, path, extra=logged)
             return moved
         free = max((self._free_bytes(name) for name in self.paths if name not in self.retired), default=0)
         raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)
@@ -265,7 +265,7 @@ def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
     """Closes all paths. A path with a transfer in progress is left open, with a warning."""
     for name, path in paths.items():
         if path.busy:
-            log.warning("path %s hangs in a transfer: its files are not removed", name)
+            log.warning("path %s: a transfer does not end, so its files are not removed (`tidegate doctor` can)", name)
         else:
             path.close()
 

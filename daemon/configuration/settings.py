@@ -71,8 +71,8 @@ class Settings(BaseModel):
                 and not _is_ipv6(host)
             ):
                 raise ValueError(
-                    f"--allowed-host {host!r} is no name of a host, and no address: give letters, digits, dots and "
-                    "hyphens, 253 characters at most"
+                    f"--allowed-host {host!r} is neither a host name nor an address: use letters, digits, dots and "
+                    "hyphens, at most 253 characters"
                 )
             if "*" in host.removeprefix("*.") and host != "*":
                 raise ValueError(
@@ -86,7 +86,7 @@ class Settings(BaseModel):
     def _check_bind(cls, bind: str) -> str:
         if not bind.strip():
             raise ValueError(
-                f"--bind {bind!r} is no address: give 127.0.0.1 for this machine only, or 0.0.0.0 for all addresses"
+                f"--bind {bind!r} is not an address: give 127.0.0.1 for this machine only, or 0.0.0.0 for all addresses"
             )
         return bind
 
@@ -95,7 +95,7 @@ class Settings(BaseModel):
     def _check_advertised(cls, address: str | None) -> str | None:
         if address is not None and _ADDRESS.fullmatch(address) is None and not _is_ipv6(address):
             raise ValueError(
-                f"--advertise-address {address!r} is no host and no host:port: give the name or address by which "
+                f"--advertise-address {address!r} is neither a host nor host:port: give the name or address by which "
                 "others reach the daemon, without a scheme and without a path"
             )
         return address
@@ -124,7 +124,7 @@ class Settings(BaseModel):
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listening, listening)
         if self.tls_certificate is None:
             if self.tls_key is not None:
-                raise DaemonError("A key without its certificate: give --tls-certificate too.")
+                raise DaemonError("--tls-key was given without --tls-certificate: give both.")
             return shown
         if self.advertise_address:
             names = [_hostname(self.advertise_address)]

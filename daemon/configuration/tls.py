@@ -16,7 +16,9 @@ def load_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, password=lambda: "")
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         why = getattr(error, "strerror", None) or str(error)
-        raise DaemonError(f"The certificate {certificate} cannot be used: {why}.") from error
+        raise DaemonError(
+            f"The certificate {certificate} cannot be used{f' with the key {key}' if key else ''}: {why}."
+        ) from error
     return context
 
 

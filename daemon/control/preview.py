@@ -84,7 +84,7 @@ class PredictionInputs:
         try:
             found = what_if(self.rank, wanted, self.rates, backward_seconds=self.phase_seconds.get("backward"))
         except TidegateError as error:
-            log.info("no prediction: %s", error)
+            log.info("the effect of a change of knobs cannot be predicted: %s", error)
             return None
         likely = prediction_interval(found.update_seconds, self.ratios)
         return PredictedUpdate(
@@ -194,7 +194,7 @@ def preview(
     try:
         return _preview(run, generation, before, after, inputs, paths=paths)
     except _MODEL_ERRORS as error:
-        log.warning("no preview for run %s from the reports of its ranks: %s", run, error)
+        log.warning("the reports of the ranks of run %s do not allow a preview of knobs: %s", run, error)
         return _preview(run, generation, before, after, None, paths=paths)
 
 
@@ -233,7 +233,7 @@ def advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
     try:
         return _advise(run, knobs, inputs)
     except _MODEL_ERRORS as error:
-        log.warning("no advice for run %s from the reports of its ranks: %s", run, error)
+        log.warning("the reports of the ranks of run %s do not allow advice on knobs: %s", run, error)
         return Advice(run=run, sentence=UNUSABLE_REPORT)
 
 

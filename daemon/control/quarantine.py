@@ -123,7 +123,7 @@ def _shown(value: object) -> str:
 
 def _step_of(row: StepRow) -> None:
     if StepReport.model_validate_json(row.body).step != row.step:
-        raise ValueError("its number is not that of the report")
+        raise ValueError("the step number of the row differs from that of its report")
 
 
 _READERS: Final[tuple[tuple[type[Base], Callable[[Any], object]], ...]] = (

@@ -71,7 +71,9 @@ class RunRegistry:
             member = run.members[seat[1]]
             if not member.finished:
                 return run, member
-        raise ProblemError(404, "unknown-agent", f"The daemon does not know agent {agent!r}: say hello first.")
+        raise ProblemError(
+            404, "unknown-agent", f"The daemon does not know agent {agent!r}: register it first (POST /v1/agents)."
+        )
 
     def check_free(self, hello: AgentHello) -> None:
         """Checks that the agent can hold the rank. Raises a 409 problem if another live agent holds the rank, or if
@@ -93,7 +95,9 @@ class RunRegistry:
                 lease_seconds=self._lease_seconds,
             )
         if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
-            raise ProblemError(409, "agent-taken", f"Agent {hello.agent!r} already is another rank: make a new id.")
+            raise ProblemError(
+                409, "agent-taken", f"The agent id {hello.agent!r} is in use by another rank: choose a new one."
+            )
 
     @property
     def lost_seconds(self) -> float:

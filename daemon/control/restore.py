@@ -90,7 +90,7 @@ def _run(store: Store, name: str, created_at: float, clock: Clocks) -> Run | Non
     generations = store.generations(name)
     committed = max((g for g in generations if g.state in COMMITTED_STATES), key=lambda g: g.number, default=None)
     if committed is None:
-        log.error("run %s is left out, none of its committed generations can be read: %s", name, REMEDY)
+        log.error("run %s is not restored, because none of its committed generations can be read: %s", name, REMEDY)
         return None
     latest = generations[-1]
     control = ControlState(newest=max(latest.number, store.newest_number(name)), committed=committed)

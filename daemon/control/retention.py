@@ -104,11 +104,11 @@ class Retention:
         if starts and len(self._registry.runs) >= RUNS_OF_A_TOKEN:
             running = sum(run.is_running and run.owner == owner for run in runs)
             if running >= RUNS_OF_A_TOKEN:
-                raise _too_many(f"{running:,} runs of this token are running, at most {RUNS_OF_A_TOKEN:,} may be")
+                raise _too_many(f"{running:,} runs of this token are running, at most {RUNS_OF_A_TOKEN:,} are allowed")
         if len(self._registry.agents) >= RANKS_OF_A_TOKEN:
             ranks = sum(m.owner == owner for run in runs if run.is_running for m in run.members.values())
             if ranks >= RANKS_OF_A_TOKEN:
-                raise _too_many(f"{ranks:,} ranks of this token are running, at most {RANKS_OF_A_TOKEN:,} may be")
+                raise _too_many(f"{ranks:,} ranks of this token are running, at most {RANKS_OF_A_TOKEN:,} are allowed")
 
     def _make_room(self, name: str) -> None:
         """Makes room for one more rank of the run `name`: deletes the oldest ended runs of the token with most runs.

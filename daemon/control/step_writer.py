@@ -107,7 +107,7 @@ class StepWriter:
         try:
             self.wait_for_write()
         except Exception as error:
-            log.error("steps could not be stored, %d wait for the next try: %s", len(self._unwritten), error)
+            log.error("steps could not be written to the database, %d are kept: %s", len(self._unwritten), error)
 
     def forget(self, agent: str) -> None:
         """Drops the count of new steps of an agent that sends no more. The count decides when old steps are deleted."""

@@ -65,7 +65,7 @@ async def _caller(
     """The caller that `SecurityMiddleware` has authenticated; its scope is checked a second time."""
     caller: Caller | None = request.state.caller
     if caller is None or not RouteRequirement(frozenset(needed.scopes)).grants(caller.scope):
-        raise ProblemError(403, "wrong-scope", f"This needs a token for {needed.scope_str}.")
+        raise ProblemError(403, "wrong-scope", f"This request needs a token of scope {needed.scope_str}.")
     return caller
 
 
@@ -102,7 +102,7 @@ def requirement_of(route: APIRoute) -> RouteRequirement:
         raise LookupError(f"{route.path} must declare exactly one access requirement: see daemon/security/scopes.py")
     requirement = replace(_DECLARED[declared.dependency], scopes=frozenset(scopes))
     if not requirement.needed:
-        raise LookupError(f"{route.path} asks for {', '.join(sorted(scopes))}, which no token has together")
+        raise LookupError(f"{route.path} needs the scopes {', '.join(sorted(scopes))}, and no token has all of them")
     return requirement
 
 

@@ -43,7 +43,7 @@ class Caller:
     def check_run(self, run: str) -> None:
         """Raises a 403 problem where the token is for another run."""
         if not self.may_see(run):
-            raise ProblemError(403, "wrong-run", f"The token opens run {self.run!r} only.")
+            raise ProblemError(403, "wrong-run", f"The token is valid for run {self.run!r} only.")
 
 
 def bearer(header: str) -> str:
@@ -127,7 +127,7 @@ def read_files(store: Store, token_dir: Path) -> None:
         except OSError as error:
             raise DaemonError(f"The token file {path} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:
-            raise DaemonError(f"The token file {path} is no text: write a long random text into it.") from error
+            raise DaemonError(f"The token file {path} is not a text file: write a long random text into it.") from error
         if not token:
             raise DaemonError(f"The token file {path} is empty: write a long random text into it.")
         if not (token.isascii() and token.isprintable() and " " not in token):
@@ -137,8 +137,8 @@ def read_files(store: Store, token_dir: Path) -> None:
             )
         if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN:
             raise DaemonError(
-                f"The token in {path} has {len(token)} characters, from {SHORTEST_TOKEN} to {LONGEST_TOKEN} are "
-                "taken: write a long random text into it, as `openssl rand -hex 32` makes one."
+                f"The token in {path} has {len(token)} characters, but must have from {SHORTEST_TOKEN} to "
+                f"{LONGEST_TOKEN}: write a long random text into it, for example from `openssl rand -hex 32`."
             )
         known = store.tokens.find(digest_of(token))
         if known is None:

@@ -67,8 +67,8 @@ def serve(settings: Settings) -> int:
         raise_descriptor_limit()
         if (allowed := descriptor_limit()) < LEAST_DESCRIPTORS:
             raise DaemonError(
-                f"This process may open {allowed} files and connections, the daemon needs {LEAST_DESCRIPTORS} at "
-                "least: raise the limit (ulimit -n, LimitNOFILE)."
+                f"This process may open {allowed} files and connections, but the daemon needs at least "
+                f"{LEAST_DESCRIPTORS}: raise the limit (ulimit -n, LimitNOFILE)."
             )
         home = prepare(settings.state_dir)
         settings.announced_host(settings.bind)  # checks the certificate before a port is taken

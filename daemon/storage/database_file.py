@@ -57,8 +57,8 @@ class DatabaseFile:
     def check(self) -> None:
         if self._path is not None and self._identity is not None and _identity(self._path) != self._identity:
             raise DatabaseGoneError(
-                f"The daemon's database {self._path} was deleted or replaced while it was open: bring it back, or "
-                "restart the daemon."
+                f"The daemon's database {self._path} was deleted or replaced while it was open: restore it, or restart "
+                "the daemon."
             )
 
 
@@ -102,7 +102,7 @@ def database_errors_explained(consequence: str) -> Iterator[None]:
             why = "Another process holds the write lock of the daemon's database."
         if why is None:
             raise
-        raise DaemonError(f"{why} {consequence}: {remedy(error) or 'put that right, then try again'}.") from error
+        raise DaemonError(f"{why} {consequence}: {remedy(error) or 'solve this problem, then try again'}.") from error
 
 
 def remedy(error: BaseException) -> str | None:

@@ -27,8 +27,8 @@ def open_store(settings: Settings) -> Store:
     marker, file = settings.home / MARKER, _file(settings.url)
     if file is None and _is_in_memory(settings.url):
         raise DaemonError(
-            f"--database-url {settings.url} is a database in memory, and the daemon keeps what it acknowledges: name a "
-            "file (sqlite:////path/to/tidegate.db), or leave --database-url out."
+            f"--database-url {settings.url} is a database in memory, which would lose runs and knobs when the daemon "
+            "ends: name a file (sqlite:////path/to/tidegate.db), or leave out --database-url."
         )
     name = file.name if file == settings.database else _shown(settings.url)
     try:
@@ -52,7 +52,7 @@ def open_store(settings: Settings) -> Store:
 def _lost(name: str, what: str, marker: Path) -> DaemonError:
     """The error for a database that existed and is lost. `what`: its present state, such as `is missing`."""
     return DaemonError(
-        f"The database {name} {what}, and there was one: restore a backup of it. To start with an empty database, "
+        f"The database {name} {what}, but earlier it existed: restore a backup of it. To start with an empty database, "
         f"without the earlier runs and knobs, remove {marker} by hand."
     )
 

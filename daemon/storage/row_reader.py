@@ -11,7 +11,7 @@ from tidegate.daemon.storage.schema import Base
 
 Row = TypeVar("Row", bound=Base)
 T = TypeVar("T")
-REMEDY: Final = "stop the daemon and run `tidegate doctor --state DIRECTORY`, which moves it out of the way"
+REMEDY: Final = "stop the daemon and run `tidegate doctor --state DIRECTORY`, which moves unreadable rows away"
 """What to do about a row that cannot be read, for messages."""
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RowReader:
         if key not in known:
             known.add(key)
             why = reason(error)
-            log.error("row %r of table %s cannot be read and is left out (%s): %s", key, table, why, REMEDY)
+            log.error("row %r of table %s cannot be read and is ignored (%s): %s", key, table, why, REMEDY)
 
 
 def key_of(row: Base) -> tuple[Any, ...]:

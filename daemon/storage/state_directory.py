@@ -102,7 +102,7 @@ def _move_here(state_dir: Path, own: Path) -> None:
             if not (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1):
                 raise DaemonError(
                     f"{state_dir / name} is a link or belongs to user {_user(status.st_uid)}, so the state in "
-                    f"{state_dir} is not moved to {own}: start the daemon as the user whose state it is, or remove it."
+                    f"{state_dir} is not moved to {own}: start the daemon as the owner of the file, or remove the file."
                 )
         for name in old_files:
             (state_dir / name).rename(own / name)
@@ -158,7 +158,7 @@ def read_private(path: Path) -> str:
         )
     text = text.strip()
     if status.st_mode & _OTHERS:
-        log.warning("%s could be read by others: its mode is now 0600. Delete it to get a new one.", path)
+        log.warning("%s could be read by other users: its mode is now 0600. Delete it to get a new secret.", path)
         write_private(path, text)
     return text
 

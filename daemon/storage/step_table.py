@@ -56,7 +56,7 @@ def step_of(agent: str, body: str) -> StepReport | None:
 
 @functools.lru_cache(maxsize=1_024)  # logs each agent and reason once
 def _log_unreadable(agent: str, why: str) -> None:
-    log.error("steps of agent %s cannot be read and are left out (%s): %s", agent, why, REMEDY)
+    log.error("steps of agent %s cannot be read and are ignored (%s): %s", agent, why, REMEDY)
 
 
 class StepTable:

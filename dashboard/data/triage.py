@@ -17,8 +17,8 @@ from tidegate.wire.run import RankView, RunView
 NOTEWORTHY_WAIT_SHARE: Final = 0.1
 """Share of the step above which waiting leads to a suggestion to change knobs."""
 LARGE_UPDATE_SHARE: Final = 0.25
-"""Share of the step above which an update leads to a suggestion, if waiting is below `WORTH_A_LOOK` and the model
-recommends a change of knobs."""
+"""Share of the step above which an update leads to a suggestion, if waiting is below `NOTEWORTHY_WAIT_SHARE` and the
+model recommends a change of knobs."""
 NEARLY_FULL_SHARE: Final = 0.95
 """Share of device memory from which it counts as full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0

@@ -79,7 +79,7 @@ def _model(asked: Question, own: ModelShape | None) -> tuple[str, ModelShape | N
             own = model_from_config(json.loads(given.getvalue()), name=given.name.removesuffix(".json")[:40] or "mine")
             st.session_state["plan_own_shape"] = own
         except (ConfigError, ValueError, RecursionError) as error:
-            st.error(markup.plain(f"{given.name} is no config.json of a model: {error}"))
+            st.error(markup.plain(f"{given.name} is not the config.json of a model: {error}"))
     if own is None:
         st.caption(markup.plain(f"Until one is given, {asked.model} is planned."))
     else:

@@ -76,7 +76,7 @@ class IoPool:
         """
         checksums = _checked(found, num_blocks(nbytes, max(block_bytes, 1)), "found")
         if checksums is not None and not checksums.flags.writeable:
-            raise ValueError("found is read-only, must take the checksum of each block")
+            raise ValueError("found is read-only: give a writable array, for the checksums of the blocks")
         return self._native.write(fd, address, nbytes, offset, block_bytes, _address(checksums), checksums)
 
     def close(self) -> None:

@@ -273,7 +273,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({}, "lacks num_hidden_layers, hidden_size, num_attention_heads, vocab_size"),
         (hugging_face(hidden_size=-1), "hidden_size=-1"),
         (hugging_face(hidden_size="8192"), "hidden_size='8192'"),
@@ -283,7 +283,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
         (hugging_face(model_type="mamba"), "model_type 'mamba'"),
         (hugging_face(vocab_size=10**12), "more than 1e"),
         (hugging_face(hidden_size=10**400), "more than 1e"),
-        ({"text_config": "x"}, "text_config .* is no JSON object"),
+        ({"text_config": "x"}, "text_config .* is not a JSON object"),
     ],
 )
 def test_a_config_that_cannot_be_counted_is_refused(config: Any, said: str) -> None:

@@ -112,14 +112,14 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
             "There is no knob 'pace'. The knobs are: stride, static_ratio, tier_split, host_cache, order.",
         ),
         (("knobs", "set", "stride=0.5"), 2, "stride='0.5' is out of range: a number from 1"),
-        (("knobs", "set", "some-run"), 2, "Say what to change, as in stride=3."),
+        (("knobs", "set", "some-run"), 2, "No knob is given: give at least one, as in stride=3."),
         (("knobs", "set", "host_cache=lots"), 2, "host_cache='lots' is out of range: bytes from 0 to 1024TiB"),
         (("knobs", "set", "stride=3", "fast"), 2, "'fast' is not KNOB=VALUE"),
         (("knobs", "get", "nowhere"), 1, "There is no run 'nowhere'. There is none yet."),
         (("knobs", "set", "stride=3", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
         (("knobs", "get"), 1, "No run is running."),
         (("trace", "--run", "nowhere"), 1, "There is no run 'nowhere'."),
-        (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: say http://host:port."),
+        (("status", "--daemon", "head"), 1, "'head' is not an address of a daemon: give http://host:port."),
         (("token", "create", "read", "--run", "a/b"), 2, "'a/b' cannot be the name of a run"),
         (
             ("token", "create", "read", "--expires", "soon"),
@@ -131,8 +131,8 @@ def test_a_missing_extra_is_named(tmp_path: Path, words: tuple[str, ...], extra:
             2,
             "--expires '\u0661\u0662h' is not a duration: give one such as 12h or 30d",
         ),
-        (("token", "create", "alert", "--run", "llama"), 2, "A token of scope alert is for no single run"),
-        (("token", "revoke", "nothing"), 1, "Not exactly one token has an id that begins with 'nothing'"),
+        (("token", "create", "alert", "--run", "llama"), 2, "--run cannot be combined with scope alert"),
+        (("token", "revoke", "nothing"), 1, "No token, or more than one, has an id that begins with 'nothing'"),
         (("token", "create", "root"), 2, "There is no scope 'root'. The scopes are: read, operate, agent, alert."),
         (("train", "--stride", "0"), 2, "stride='0' is out of range"),
     ],
@@ -208,7 +208,7 @@ def test_runs_that_ended_are_folded_away_and_the_newest_comes_first(daemon: Daem
 
 def test_a_knob_that_is_set_twice_is_refused(daemon: Daemon) -> None:
     code, _, error = run(daemon, "knobs", "set", "stride=2", "stride=3")
-    assert (code, error) == (2, "tidegate: stride is set twice (stride=2 stride=3): say one value.")
+    assert (code, error) == (2, "tidegate: stride is set twice (stride=2 stride=3): give one value.")
 
 
 def test_knobs_set_and_get(daemon: Daemon) -> None:
@@ -634,7 +634,7 @@ def test_text_that_is_not_utf8_is_refused_with_a_sentence(tmp_path: Path, words:
     code, out, error = run(None, *words.split(), NOT_UTF8, state=tmp_path, TIDEGATE_DAEMON="http://127.0.0.1:9")
     assert (code, out, error.count("\n")) == (2, "", 0), error
     assert error.startswith("tidegate: ")
-    assert "'a\\udcff' is not UTF-8" in error
+    assert "'a\\udcff' has characters that are not valid UTF-8" in error
 
 
 def test_an_address_in_the_environment_that_is_not_utf8_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -93,14 +93,14 @@ def test_a_hugging_face_config_and_measured_rates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model", "nope"), "There is no model 'nope'"),
+        (("--model", "nope"), "The model 'nope' is not known"),
         (("--model", "7B", "--gpus", "0"), "gpus=0"),
         (("--model", "7B", "--gpu-memory", "-1"), "gpu_memory_bytes"),
-        (("--model", "7B", "--gpu", "abacus"), "There is no GPU 'abacus'"),
+        (("--model", "7B", "--gpu", "abacus"), "The GPU 'abacus' is not known"),
         (("--model", "7B", "--path", "nvme"), "The path 'nvme' is not NAME:READ/WRITE"),
         (("--model", "7B", "--path", "nvme:1/1", "--path", "nvme:2/2"), "the same name"),
         (("--model", "7B", "--weight", "int8"), "weight='int8'"),
-        (("--model", "7B", "--rates", "/nowhere.json"), "holds no calibration"),
+        (("--model", "7B", "--rates", "/nowhere.json"), "has no valid calibration"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(

@@ -72,7 +72,7 @@ def test_find_daemon(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8790", "ftp://head", "http://"])
 def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(DaemonError, match="say http://host:port"):
+    with pytest.raises(DaemonError, match="give http://host:port"):
         DaemonClient(url)
 
 

@@ -193,7 +193,7 @@ def test_a_name_without_an_address(name: str) -> None:
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://a:x", "http://a:99999", "http://a:0", "http://a\x01b"])
 def test_what_is_no_address_is_said(url: str) -> None:
-    with pytest.raises(DaemonError, match="say http://host:port"):
+    with pytest.raises(DaemonError, match="give http://host:port"):
         DaemonClient(url)
 
 

@@ -209,5 +209,5 @@ def test_a_block_is_broken_up() -> None:
 
 
 def test_counts_must_match() -> None:
-    with pytest.raises(ConfigError, match="counts of 3 subgroups cannot be given to 4"):
+    with pytest.raises(ConfigError, match="counts of the paths add up to 3 subgroups, but there are 4"):
         assign_paths(range(4), {"nvme": 3})

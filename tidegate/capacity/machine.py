@@ -112,7 +112,7 @@ GPUS: Final[dict[str, Gpu]] = {
 def gpu_named(name: str) -> Gpu:
     """The GPU with this name in `GPUS`; ConfigError with the known names otherwise."""
     if name not in GPUS:
-        raise ConfigError(f"There is no GPU {name!r} here. Known are: {', '.join(GPUS)}.")
+        raise ConfigError(f"The GPU {name!r} is not known. Use one of: {', '.join(GPUS)}.")
     return GPUS[name]
 
 

@@ -44,7 +44,9 @@ class ModelShape:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} of model {self.name} must be at least 1.")
         if self.active_experts > self.experts:
-            raise ConfigError(f"{self.active_experts} active experts of model {self.name}: it has {self.experts}.")
+            raise ConfigError(
+                f"active_experts={self.active_experts} of model {self.name} must be at most its {self.experts} experts."
+            )
         if self.params > MAX_PARAMS:
             raise ConfigError(f"Model {self.name} has more than {MAX_PARAMS:.0e} parameters: is its config right?")
 
@@ -166,7 +168,7 @@ def model_named(name: str) -> ModelShape:
     found = {known.lower(): shape for known, shape in MODELS.items()}.get(name.lower())
     if found is None:
         raise ConfigError(
-            f"There is no model {name!r} here. Give the config.json of a Hugging Face model, or one of: "
+            f"The model {name!r} is not known. Give the config.json of a Hugging Face model, or one of: "
             f"{', '.join(MODELS)}."
         )
     return found
@@ -196,16 +198,16 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
     none.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"The config of {name} is no JSON object: give the config.json of a Hugging Face model.")
+        raise ConfigError(f"The config of {name} is not a JSON object: give the config.json of a Hugging Face model.")
     values = values.get("text_config") or values
     if not isinstance(values, Mapping):
-        raise ConfigError(f"text_config in the config of {name} is no JSON object: {str(values)[:40]!r}.")
+        raise ConfigError(f"text_config in the config of {name} is not a JSON object: {str(values)[:40]!r}.")
     kind = str(values.get("model_type", ""))
     for key in _OTHER_SHAPES:
         if values.get(key):
             raise ConfigError(
-                f"The config of {name} (model_type {kind!r}) has {key}: this shape cannot be counted here. "
-                "Give the name of a model of about its size."
+                f"The config of {name} (model_type {kind!r}) has {key}: parameters of such models cannot be counted. "
+                "Give the name of a model of similar size."
             )
     sizes = {size: _size(values, keys, name) for size, keys in _NAMES.items()}
     missing = [_NAMES[size][0] for size in ("layers", "hidden", "heads", "vocab") if not sizes[size]]
@@ -213,8 +215,8 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
         raise ConfigError(f"The config of {name} lacks {', '.join(missing)}: is it the config of a language model?")
     if kind not in _GATED | _UNGATED:
         raise ConfigError(
-            f"The config of {name} has model_type {kind[:40]!r}, which cannot be counted here. Known are "
-            f"{', '.join(sorted(_GATED | _UNGATED))}. Give the name of a model of about its size."
+            f"The config of {name} has model_type {kind[:40]!r}, whose parameters cannot be counted. Known are "
+            f"{', '.join(sorted(_GATED | _UNGATED))}. Give the name of a model of similar size."
         )
     one_kv_head = values.get("multi_query") and not values.get("new_decoder_architecture")
     return ModelShape(

@@ -152,7 +152,9 @@ def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
     """The workload with subgroups small enough that a rank has about sixteen: with fewer, lanes wait long."""
     of_rank = -(-shape.params // machine.ranks)
     if shape.params < machine.ranks:
-        raise ConfigError(f"Model {shape.name} has fewer parameters than ranks: {shape.params} for {machine.ranks}.")
+        raise ConfigError(
+            f"Model {shape.name} has {shape.params} parameters, fewer than the {machine.ranks} ranks: use fewer GPUs."
+        )
     return replace(work, subgroup_numel=min(work.subgroup_numel, max(1, -(-of_rank // 16))))
 
 

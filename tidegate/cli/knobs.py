@@ -145,7 +145,7 @@ def _show(made: GenerationView, ranks: tuple[RankKnobs, ...], as_json: bool) -> 
 def _trial(steps: int | None, min_effect: float | None) -> CanaryRequest | None:
     if steps is None:
         if min_effect is not None:
-            raise ConfigError("--min-effect says when a canary harms: give --canary too.")
+            raise ConfigError("--min-effect is a setting of a canary: give --canary too.")
         return None
     return CanaryRequest(steps=steps, **({} if min_effect is None else {"min_effect": min_effect}))
 
@@ -153,12 +153,12 @@ def _trial(steps: int | None, min_effect: float | None) -> CanaryRequest | None:
 def _parse_changes(words: list[str]) -> dict[str, KnobValue]:
     changes: dict[str, KnobValue] = {}
     if not words:
-        raise ConfigError("Say what to change, as in stride=3.")
+        raise ConfigError("No knob is given: give at least one, as in stride=3.")
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"{word!r} is not KNOB=VALUE, as in stride=3.")
         if name.strip() in changes:
-            raise ConfigError(f"{name.strip()} is set twice ({' '.join(words)}): say one value.")
+            raise ConfigError(f"{name.strip()} is set twice ({' '.join(words)}): give one value.")
         changes[name.strip()] = knob_spec(name.strip()).parse(value.strip())
     return changes

@@ -202,15 +202,15 @@ def doctor(
     from tidegate.cli.doctor.machine import examine
 
     if remove and not (path or checkpoints):
-        raise ConfigError("Say where to remove what dead runs left: --path DIRECTORY, or --checkpoints DIRECTORY.")
+        raise ConfigError("--remove needs the place to remove from: --path DIRECTORY, or --checkpoints DIRECTORY.")
     if gpu:
         if path or checkpoints:
-            raise ConfigError("--gpu and --path or --checkpoints are two questions: ask one at a time.")
+            raise ConfigError("--gpu cannot be combined with --path or --checkpoints: give them one at a time.")
         _doctor_gpu(as_json)
         return
     if state is not None:
         if path or checkpoints:
-            raise ConfigError("--state and --path or --checkpoints are two questions: ask one at a time.")
+            raise ConfigError("--state cannot be combined with --path or --checkpoints: give them one at a time.")
         _doctor_state(state, as_json)
         return
     leftovers = storage_paths.find_leftover_state(path or [], endpoint)

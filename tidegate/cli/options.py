@@ -52,7 +52,7 @@ def choose_run(client: DaemonClient, name: str | None) -> RunView:
     if len(running) == 1:
         return running[0]
     if running:
-        raise ConfigError(f"Several runs are running, say which: {', '.join(run.run for run in running)}.")
+        raise ConfigError(f"Several runs are running, give one with --run: {', '.join(run.run for run in running)}.")
     known = f" Earlier ones, newest first: {', '.join(run.run for run in runs[:10])}." if runs else ""
     raise TidegateError(f"No run is running.{known}")
 

@@ -79,7 +79,7 @@ def _load_calibration(file: Path) -> Calibration:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{file} holds no calibration: {str(error).rstrip('.')}. Write it with `tidegate calibrate --json`."
+            f"{file} has no valid calibration: {str(error).rstrip('.')}. Write it with `tidegate calibrate --json`."
         ) from error
     try:
         return Calibration.from_dict(values)

@@ -48,7 +48,9 @@ def create(
     if found is None:
         raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
     if run is not None and found == "alert":
-        raise ConfigError("A token of scope alert is for no single run, it would open nothing: leave out --run.")
+        raise ConfigError(
+            "--run cannot be combined with scope alert, because alerts are not sent for a single run: leave out --run."
+        )
     if run is not None:
         _check_run(run)
     ends = time.time() + duration(expires, "--expires") if expires is not None else None
@@ -80,7 +82,10 @@ def revoke(
     with _tokens(state, database_url, "Nothing was withdrawn, the token stays valid") as tokens:
         revoked = tokens.revoke(id, actor())
     if revoked is None:
-        raise TidegateError(f"Not exactly one token has an id that begins with {id!r}: see `tidegate token list`.")
+        raise TidegateError(
+            f"No token, or more than one, has an id that begins with {id!r}: nothing was withdrawn. See "
+            "`tidegate token list`."
+        )
     say(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
 
 
@@ -95,8 +100,8 @@ def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterat
     settings = Settings(state_dir=(state or state_dir()).expanduser().absolute(), database_url=database_url)
     if database_url is None and not settings.database.is_file():
         raise ConfigError(
-            f"There is no database of a daemon at {settings.database}: name its state directory with --state-dir or "
-            "TIDEGATE_STATE_DIR (a daemon that starts for the first time makes it), or its --database-url."
+            f"There is no database of a daemon at {settings.database}: give the daemon's state directory with "
+            "--state-dir or TIDEGATE_STATE_DIR, or its --database-url. A daemon makes its database at its first start."
         )
     try:
         store = Store(settings.url)

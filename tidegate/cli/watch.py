@@ -39,7 +39,9 @@ def status(
         if not watch:
             runs = fetch()
         elif as_json:
-            raise ConfigError("--watch is for people, --json for machines: `tidegate events --follow --json` streams.")
+            raise ConfigError(
+                "--watch cannot be combined with --json: for a stream of JSON use `tidegate events --follow --json`."
+            )
         else:
             _watch(fetch, everything)
             return
@@ -113,7 +115,7 @@ def _sentence_or_error(event: Event, printed: PrintedStates) -> str:
         return sentence(event, printed)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise DaemonError(
-            f"What is said of event {event.id} has another form than this version knows: use the daemon's version of "
+            f"The data of event {event.id} have a form that this version does not know: use the daemon's version of "
             "Tidegate, or --json.", 502,
         ) from error  # fmt: skip
 

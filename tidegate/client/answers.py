@@ -42,8 +42,8 @@ def refuse_compressed(answer: Answer, where: str) -> None:
     encoding = answer.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise DaemonError(
-            f"The answer to {where} is compressed ({encoding[:20]!r}), which was not asked for: no Tidegate "
-            "daemon does that, and a proxy in front of one must not.", 502,
+            f"The answer to {where} is compressed ({encoding[:20]!r}), although no compression was requested: the "
+            "server is not a Tidegate daemon, or a proxy in front of it must be set to not compress.", 502,
         )  # fmt: skip
 
 
@@ -55,7 +55,10 @@ def event_lines(answer: Answer, where: str) -> Iterator[bytes]:
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
         if len(rest) > MAX_EVENT_BYTES:
-            raise DaemonError(f"A line of {where} has more than {MAX_EVENT_BYTES:,} bytes.", 502)
+            raise DaemonError(
+                f"A line of the answer to {where} has over {MAX_EVENT_BYTES:,} bytes, more than a Tidegate "
+                "daemon sends: check the address.", 502,
+            )  # fmt: skip
 
 
 def parse(kind: type[_T], answer: CompleteAnswer) -> _T:

@@ -62,7 +62,7 @@ def find_token(scope: Scope) -> str | None:
             continue
         except UnicodeDecodeError as error:
             raise NotAuthorized(
-                f"{path} holds no token (byte {error.start} is not UTF-8): copy the daemon's file again.", 401
+                f"{path} is not a token file (byte {error.start} is not UTF-8): copy the daemon's file again.", 401
             ) from error
         if token:
             return token if mounted else FromState.of(token, folder)

@@ -48,7 +48,7 @@ class Transport:
         }  # fmt: skip
         if token:
             if not (token.isascii() and token.isprintable() and " " not in token):
-                raise NotAuthorized("The token has characters that no token has: copy it again.", 401)
+                raise NotAuthorized("The token has blanks or characters that no token has: copy it again.", 401)
             self._headers["Authorization"] = f"Bearer {token}"
         trust = _trust(ca) if address.scheme == "https" else _NO_TRUST
         direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
@@ -171,7 +171,7 @@ def check_address(url: str) -> httpx.URL:
             return httpx.URL(url)
     except (httpx.InvalidURL, ValueError, AttributeError, TypeError):  # no text at all
         pass
-    raise DaemonError(f"{visible(str(url))[:200]!r} is not an address of a daemon: say http://host:port.")
+    raise DaemonError(f"{visible(str(url))[:200]!r} is not an address of a daemon: give http://host:port.")
 
 
 def _trust(ca: Path | None) -> ssl.SSLContext:

@@ -168,7 +168,7 @@ def _parse_weights(spec: KnobSpec, value: object) -> KnobValue:
     if len(weights) < len(pairs):
         raise KnobError(f"{spec.name}={value!r} names a path twice: give each path one weight.", spec.name)
     if not any(weights.values()):
-        raise KnobError(f"{spec.name}={value!r} has no weight above 0: give at least one path more.", spec.name)
+        raise KnobError(f"{spec.name}={value!r} has no weight above 0: at least one path needs one.", spec.name)
     return ",".join(f"{name}:{_plain(weights[name])}" for name in sorted(weights))
 
 
@@ -176,7 +176,7 @@ def _weight(spec: KnobSpec, value: object, name: str, weight: object) -> float:
     try:
         check_path_name(name)
     except ConfigError as error:
-        raise KnobError(f"{spec.name}={value!r} is not valid: {error} Write {_example(spec)}.", spec.name) from error
+        raise KnobError(f"{spec.name}={value!r} is not valid: {error} Example: {_example(spec)}.", spec.name) from error
     if spec.paths and name not in spec.paths:
         known = ", ".join(spec.paths)
         raise KnobError(f"{spec.name}={value!r} names {name!r}; the run's paths are: {known}.", spec.name)

@@ -121,7 +121,9 @@ def assign_paths(
     not in `counts` move to another path.
     """
     if sum(counts.values()) != len(ids):
-        raise ConfigError(f"counts of {sum(counts.values())} subgroups cannot be given to {len(ids)}: make them equal.")
+        raise ConfigError(
+            f"The counts of the paths add up to {sum(counts.values())} subgroups, but there are {len(ids)} subgroups."
+        )
     now = {i: path for i in ids if (path := (current or {}).get(i)) in counts}
     held = Counter(now.values())
     keeps = {path: min(held[path], n) for path, n in counts.items()}

@@ -41,7 +41,7 @@ knobs of each rank in memory."""
 def _check_knobs(knobs: KnobChanges) -> KnobChanges:
     if (length := sum(len(name) + len(str(value)) for name, value in knobs.items())) > MAX_KNOB_CHARACTERS:
         raise ValueError(
-            f"names and values have {length:,} characters in all, {MAX_KNOB_CHARACTERS:,} at most: tell fewer knobs"
+            f"names and values have {length:,} characters in all, {MAX_KNOB_CHARACTERS:,} at most: send fewer knobs"
         )
     return knobs
 

@@ -116,7 +116,7 @@ def _check_compatible(obstacles: list[str], settings: Settings) -> bool:
     reasons = "\n".join(f"- {obstacle}" for obstacle in obstacles)
     if not settings.fallback:
         raise ConfigError(f"Tidegate cannot work with this DeepSpeed run:\n{reasons}")
-    log.warning("Tidegate is not used in this DeepSpeed run, as it allows (fallback):\n%s", reasons)
+    log.warning("Tidegate cannot work with this DeepSpeed run, which continues without it (fallback):\n%s", reasons)
     return False
 
 

@@ -74,7 +74,7 @@ def _offload(block: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any
         given["emulated"] = EmulatedRates(**_checked(given["emulated"], EmulatedRates, "emulated"))
     if "paths" in given:
         if not isinstance(given["paths"], Mapping):
-            raise ConfigError(f'"{BLOCK}": paths is {given["paths"]!r}: a block of names and directories.')
+            raise ConfigError(f'"{BLOCK}": paths is {given["paths"]!r}: it must be a block of names and directories.')
         given["paths"] = {name: _path(name, path) for name, path in given["paths"].items()}
     elif offload.get("device") == "nvme":
         given["paths"] = {"nvme": offload.get("nvme_path") or _no_nvme_path()}
@@ -94,7 +94,9 @@ def _path(name: str, given: object) -> str | PathSettings | ObjectSettings:
     if isinstance(given, Mapping):
         kind = ObjectSettings if "url" in given else PathSettings
         return kind(**_checked(given, kind, f"paths.{name}"))
-    raise ConfigError(f'"{BLOCK}": paths.{name} is {given!r}: give a directory, an "s3://…" address, or a block.')
+    raise ConfigError(
+        f'"{BLOCK}": paths.{name} is {given!r}: give a directory, an "s3://…" address, or a block of settings.'
+    )
 
 
 def _checked(given: object, kind: type, where: str) -> dict[str, Any]:
@@ -102,17 +104,21 @@ def _checked(given: object, kind: type, where: str) -> dict[str, Any]:
     the class `kind`. `where`: its name, for the error."""
     known = {one.name for one in fields(kind)}
     if not isinstance(given, Mapping) or not known >= given.keys():
-        raise ConfigError(f'"{BLOCK}": {where} is {given!r}: a block with some of {", ".join(sorted(known))}.')
+        raise ConfigError(
+            f'"{BLOCK}": {where} is {given!r}: it must be a block with keys of {", ".join(sorted(known))}.'
+        )
     return dict(given)
 
 
 def _bool_of(block: Mapping[str, Any], name: str, default: bool) -> bool:
     value = block.get(name, default)
     if not isinstance(value, bool):
-        raise ConfigError(f'"{BLOCK}": {name} is {value!r}: true or false.')
+        raise ConfigError(f'"{BLOCK}": {name} is {value!r}: it must be true or false.')
     return value
 
 
 def _no_nvme_path() -> str:
     """Always raises ConfigError: `nvme_path` is missing."""
-    raise ConfigError('offload_optimizer.device is "nvme" without nvme_path: give one, or "paths" in "tidegate".')
+    raise ConfigError(
+        'offload_optimizer.device is "nvme", but nvme_path is missing: give nvme_path, or "paths" in "tidegate".'
+    )

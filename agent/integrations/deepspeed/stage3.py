@@ -167,7 +167,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         with gradients="release"."""
         if self._offload.gradients == "release":
             raise ConfigError(
-                'gradients="release" hands gradients over as they arrive: they can be read or set only with "keep".'
+                'With gradients="release" each gradient is released as soon as it arrives, so that it cannot be read '
+                'or set. Use gradients="keep".'
             )
         part = self._parts[self._numbers[param.ds_id]]
         if part.grad is None:
@@ -276,7 +277,9 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if param.requires_grad:
             if value.numel() != param.ds_numel:
-                raise ConfigError(f"The parameter has {param.ds_numel} elements, the value {value.numel()}.")
+                raise ConfigError(
+                    f"The value has {value.numel()} elements, but the parameter has {param.ds_numel}: give as many."
+                )
             self._set_state(param, optim_state_key, self._own_slice(value, param))
             if optim_state_key is None and param.ds_status == ZeroParamStatus.AVAILABLE:
                 # For parameters that are gathered now, or always because they are small.
@@ -285,7 +288,10 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if param.requires_grad:
             if value.numel() != param.ds_tensor.numel():
-                raise ConfigError(f"This rank has {param.ds_tensor.numel()} elements, the value {value.numel()}.")
+                raise ConfigError(
+                    f"The value has {value.numel()} elements, but this rank's part of the parameter has "
+                    f"{param.ds_tensor.numel()}: give as many."
+                )
             self._set_state(param, optim_state_key, value.flatten())
 
     def _set_state(self, param: Any, name: str | None, values: torch.Tensor) -> None:
@@ -388,7 +394,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     def offload_states(self, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            "offload_states moves DeepSpeed's own state, which is Tidegate's here: set static_ratio to 0 instead."
+            "offload_states cannot move the optimizer state, because Tidegate holds it: set static_ratio to 0 instead."
         )
 
     def reload_states(self, *_: Any, **__: Any) -> NoReturn:

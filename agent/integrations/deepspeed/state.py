@@ -161,7 +161,7 @@ def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tens
 def _checked_name(name: str) -> str:
     """Returns the name of a moment unchanged. ConfigError for any other name."""
     if name not in MOMENTS:
-        raise ConfigError(f"The optimizer has no state {name!r}: {', '.join(MOMENTS)}.")
+        raise ConfigError(f"The optimizer has no state {name!r}: use one of {', '.join(MOMENTS)}.")
     return name
 
 

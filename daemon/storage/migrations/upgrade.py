@@ -40,7 +40,8 @@ def upgrade(engine: Engine, if_new: DaemonError | None = None) -> None:
             command.stamp(config, FIRST)
         elif found not in {None, *(revision.revision for revision in known.walk_revisions())}:
             raise DaemonError(
-                f"The database is of version {found}, this Tidegate knows up to {head}: install a newer Tidegate."
+                f"The database has version {found}, which this Tidegate does not know (its newest is {head}): install "
+                "a newer Tidegate."
             )
         if found != head:
             command.upgrade(config, "head")
@@ -52,8 +53,8 @@ def _revision(connection: Connection) -> str | None:
     if len(found) > 1:
         versions = ", ".join(sorted(found))[:100]
         raise DaemonError(
-            f"The database says that it is of {len(found)} versions ({versions}): its table {VERSIONS} must have one "
-            "row. Bring back a copy of it, or delete the rows that do not belong there."
+            f"The database states {len(found)} versions ({versions}), but its table {VERSIONS} must have one row: "
+            "restore a backup, or delete the wrong rows."
         )
     return found[0] if found else None
 
@@ -63,8 +64,8 @@ def _check_empty(connection: Connection) -> None:
     there = sorted(set(inspect(connection).get_table_names()) & Base.metadata.tables.keys())
     if there:
         raise DaemonError(
-            f"The database has tables ({', '.join(there)[:200]}) and nothing in {VERSIONS}, the table that says of "
-            "which version they are: bring back a copy of it, or choose another --database-url."
+            f"The database has tables ({', '.join(there)[:200]}), but their version is unknown, because {VERSIONS} is "
+            "missing or empty: restore a backup, or choose another --database-url."
         )
 
 
@@ -76,5 +77,5 @@ def _check_before_alembic(connection: Connection) -> None:
     version = connection.exec_driver_sql("SELECT max(version) FROM schema_version").scalar()
     if version != 1:
         raise DaemonError(
-            f"The database is of version {version}, this Tidegate knows no such version: install a newer one."
+            f"The database has version {version}, which this Tidegate does not know: install a newer one."
         )

@@ -92,7 +92,7 @@ def test_what_cannot_be_used_is_said_once_and_what_follows_is_taken(
         assert tiny.optimizer.knobs.stride == 3
     said = [record for record in caplog.records if getattr(record, "event", "") == "generation_refused"]
     assert len(said) == 1
-    assert "generation 1 cannot be used here, last good knobs stay" in said[0].getMessage()
+    assert "generation 1 cannot be used on this rank, the last good knobs stay in force" in said[0].getMessage()
 
 
 def test_what_is_committed_and_cannot_be_used_is_logged_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

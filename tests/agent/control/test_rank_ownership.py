@@ -238,7 +238,7 @@ AWAY = "http://192.0.2.1:9"
 """An address that is nobody's."""
 NOT_USABLE: dict[str, tuple[dict[str, str], str, str]] = {
     "token": ({"TIDEGATE_AGENT_TOKEN": "tök"}, AWAY, "characters that no token has"),
-    "token file": ({"TIDEGATE_TOKEN_DIR": "{tmp}"}, AWAY, "agent.token holds no token"),
+    "token file": ({"TIDEGATE_TOKEN_DIR": "{tmp}"}, AWAY, "agent.token is not a token file"),
     "home of nobody": ({"TIDEGATE_TOKEN_DIR": "~no-such-user/tokens"}, AWAY, "home directory of an unknown user"),
     "certificates": ({"TIDEGATE_CA_FILE": "/nowhere.pem"}, "https://192.0.2.1:9", "/nowhere.pem cannot be used"),
     "no certificates": ({"TIDEGATE_CA_FILE": __file__}, "https://192.0.2.1:9", "cannot be used"),
@@ -246,7 +246,7 @@ NOT_USABLE: dict[str, tuple[dict[str, str], str, str]] = {
     "proxy": ({"HTTP_PROXY": "http://:@@"}, AWAY, "HTTP_PROXY names no proxy"),
     "proxy's port": ({"HTTP_PROXY": "http://x:word"}, AWAY, "HTTP_PROXY names no proxy"),
     "proxy's kind": ({"ALL_PROXY": "ftp://x"}, AWAY, "ALL_PROXY names no proxy"),
-    "log format": ({"TIDEGATE_LOG_FORMAT": "yaml"}, "", "no log format"),
+    "log format": ({"TIDEGATE_LOG_FORMAT": "yaml"}, "", "not a log format"),
 }
 
 
@@ -281,8 +281,8 @@ ARGUMENTS: dict[str, tuple[dict[str, object], str]] = {
     "name of a path": ({"run": "bad name/.."}, "run='bad name/..' is not a valid name of a run"),
     "long name": ({"run": "a" * 65}, "is not a valid name of a run"),
     "number": ({"run": 7}, "run=7 is not a valid name of a run"),
-    "daemon": ({"run": "any", "daemon": "head:8790"}, "daemon='head:8790'.*say http://host:port"),
-    "daemon's port": ({"run": "any", "daemon": "http://head:x"}, "say http://host:port"),
+    "daemon": ({"run": "any", "daemon": "head:8790"}, "daemon='head:8790'.*give http://host:port"),
+    "daemon's port": ({"run": "any", "daemon": "http://head:x"}, "give http://host:port"),
     "port": ({"run": "any", "metrics_port": 70_000}, "metrics_port=70000 is not a port"),
     "negative port": ({"run": "any", "metrics_port": -1}, "metrics_port=-1 is not a port"),
     "host": ({"run": "any", "advertise_host": "h" * 300}, "advertise_host='hhh.* is not a host"),

@@ -219,7 +219,7 @@ def test_other_bits_than_the_oracles_are_refused(
     installed(monkeypatch, Flushing)
     with caplog.at_level(logging.WARNING):
         assert load_kernels(CPU) is TorchOnCpu
-    assert "differ from the oracle's: the update of F32 weights" in caplog.text
+    assert "differ from the reference implementation: the update of F32 weights" in caplog.text
 
 
 def has_l2(run: Update) -> bool:

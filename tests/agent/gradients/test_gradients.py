@@ -221,7 +221,7 @@ def test_zero_grad_drops_released_gradients() -> None:
 @pytest.mark.parametrize(
     ("do", "says"),
     [
-        (lambda optimizer: optimizer.state_dict(), r"released already.*Call step\(\) first"),
+        (lambda optimizer: optimizer.state_dict(), r"have been released.*Call step\(\) first"),
         (lambda optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]}), "released"),
         (lambda optimizer: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]}), "released"),
     ],

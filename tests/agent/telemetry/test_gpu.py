@@ -307,7 +307,7 @@ def test_a_gpu_that_is_lost_has_no_figures_any_more(stub: Stub, caplog: pytest.L
     stub.fields = pynvml.NVML_ERROR_GPU_IS_LOST
     until(lambda: sampler.figures == GpuFigures(), "the end of its figures")
     sampler.close()
-    assert "no more figures from NVML: GPU is lost" in caplog.text
+    assert "are absent from now on: GPU is lost" in caplog.text
 
 
 def test_a_gpu_that_cannot_be_opened_is_told_and_ends_nothing_else(
@@ -322,7 +322,7 @@ def test_a_gpu_that_cannot_be_opened_is_told_and_ends_nothing_else(
     sampler = GpuSampler(lambda: open_gpu(UUID), dict)
     sampler.start()
     sampler.close()
-    assert "no more figures from NVML: 'utf-8'" in caplog.text
+    assert "are absent from now on: 'utf-8'" in caplog.text
 
 
 def test_a_watch_that_cannot_begin_serves_nothing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

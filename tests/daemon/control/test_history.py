@@ -185,7 +185,7 @@ def test_what_nobody_can_ask_for_is_deleted_even_after_a_refusal(
     with store.engine.begin() as connection:
         connection.exec_driver_sql("DROP TRIGGER full")
     rank.history.write()
-    assert "steps could not be stored, 2 wait" in caplog.text
+    assert "steps could not be written to the database, 2 are kept" in caplog.text
     assert [step for step, _ in store.steps.newest(other.member.hello.agent, 10)] == [4, 5]
     assert store.steps.newest(before.hello.agent, 10) == []
 

@@ -85,7 +85,7 @@ def test_runs_of_one_token_leave_room_for_those_of_another(stand: Stand, restart
         stand.begin(f"junk-{number}", "a")
     if restarted:
         stand.again()
-    with pytest.raises(ProblemError, match="4 runs of this token are running, at most 4 may be") as refused:
+    with pytest.raises(ProblemError, match="4 runs of this token are running, at most 4 are allowed") as refused:
         stand.begin("junk-4", "a")
     assert (refused.value.status, refused.value.type) == (409, "too-many-runs")
     stand.begin("honest", "b")
@@ -127,7 +127,7 @@ def test_runs_that_are_lost_cannot_be_revived_beyond_the_quota(stand: Stand) -> 
 @pytest.mark.usefixtures("small")
 def test_ranks_of_one_token_leave_room_for_those_of_another(stand: Stand) -> None:
     agents = [stand.begin("wide", "a", rank) for rank in range(8)]
-    with pytest.raises(ProblemError, match="8 ranks of this token are running, at most 8 may be"):
+    with pytest.raises(ProblemError, match="8 ranks of this token are running, at most 8 are allowed"):
         stand.begin("wide", "a", 8)
     message = hello("wide", 3, agent=agents[3])
     stand.plane.hello(message, KNOBS, "a")

@@ -50,7 +50,7 @@ def test_the_same_agent_may_say_hello_again(daemon: Daemon) -> None:
 
 def test_an_agent_is_one_rank(daemon: Daemon) -> None:
     agent = Agent(daemon, new_run())
-    with pytest.raises(DaemonError, match="already is another rank"):
+    with pytest.raises(DaemonError, match="is in use by another rank"):
         agent.client.hello(agent.message.model_copy(update={"run": new_run()}))
 
 
@@ -59,7 +59,7 @@ def test_a_stale_rank_can_be_taken_over(hasty: Daemon) -> None:
     old = Agent(hasty, run)
     wait_until(lambda: hasty.client().run(run).liveness == "stale", "stale")
     new = Agent(hasty, run)
-    with pytest.raises(NotFound, match="say hello first"):
+    with pytest.raises(NotFound, match="register it first"):
         old.say()
     new.say()
     assert hasty.client().run(run).ranks[0].agent == new.id

@@ -327,4 +327,4 @@ def test_too_few_descriptors_are_told(
     monkeypatch.setattr(main, "descriptor_limit", lambda: 12)
     monkeypatch.setattr(main, "create_app", lambda _: pytest.fail("it started"))
     assert main.serve(Settings(state_dir=tmp_path, port=0)) == 1
-    assert "may open 12 files and connections, the daemon needs 64 at least" in capsys.readouterr().err
+    assert "may open 12 files and connections, but the daemon needs at least 64" in capsys.readouterr().err

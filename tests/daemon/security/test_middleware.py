@@ -248,12 +248,12 @@ def test_another_protocol_is_refused(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"allowed_hosts": ("",)}, "--allowed-host '' is no name of a host"),
-        ({"allowed_hosts": ("a b",)}, "--allowed-host 'a b' is no name of a host"),
-        ({"advertise_address": "node/x"}, "--advertise-address 'node/x' is no host"),
-        ({"advertise_address": "node\n"}, "--advertise-address 'node.*' is no host"),
-        ({"advertise_address": ""}, "--advertise-address '' is no host"),
-        ({"bind": ""}, "--bind '' is no address.*0.0.0.0 for all"),
+        ({"allowed_hosts": ("",)}, "--allowed-host '' is neither a host name"),
+        ({"allowed_hosts": ("a b",)}, "--allowed-host 'a b' is neither a host name"),
+        ({"advertise_address": "node/x"}, "--advertise-address 'node/x' is neither a host"),
+        ({"advertise_address": "node\n"}, "--advertise-address 'node.*' is neither a host"),
+        ({"advertise_address": ""}, "--advertise-address '' is neither a host"),
+        ({"bind": ""}, "--bind '' is not an address.*0.0.0.0 for all"),
     ],
 )
 def test_settings_that_cannot_be_meant(given: dict[str, Any], said: str) -> None:

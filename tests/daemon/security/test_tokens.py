@@ -296,7 +296,7 @@ def test_what_is_announced_can_be_verified(tmp_path: Path, names: str, advertise
     ("files", "said"),
     [
         ({"tls_certificate": "/nowhere"}, "The certificate /nowhere cannot be used: No such file"),
-        ({"tls_key": "/nowhere"}, "A key without its certificate"),
+        ({"tls_key": "/nowhere"}, "--tls-key was given without --tls-certificate"),
         ({"tls_certificate": __file__}, "cannot be used: "),
     ],
 )
@@ -391,7 +391,7 @@ def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
         token = daemon.tokens["operate"]
     for path in tmp_path.glob("tidegate.db*"):
         path.unlink()
-    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, and there was one: restore a backup"):
+    with pytest.raises(DaemonError, match=r"tidegate\.db is missing, but earlier it existed: restore a backup"):
         create_app(Settings(state_dir=tmp_path))
     (tmp_path / "database.made").unlink()
     with threaded(tmp_path) as daemon:
@@ -402,11 +402,11 @@ def test_a_token_outlives_a_database_that_is_begun_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"x", "has 1 characters, from 16 to 1024 are taken"),
-        (b"x" * 1025, "has 1025 characters, from 16 to 1024 are taken"),
+        (b"x", "has 1 characters, but must have from 16 to 1024"),
+        (b"x" * 1025, "has 1025 characters, but must have from 16 to 1024"),
         (b"a long token with blanks in it", "has characters that no client can send"),
         ("tök-en-of-many-letters".encode(), "has characters that no client can send"),
-        (b"\xff" * 32, "is no text"),
+        (b"\xff" * 32, "is not a text file"),
     ],
 )
 def test_a_mounted_token_that_is_of_no_use_is_refused(tmp_path: Path, content: bytes, said: str) -> None:

@@ -232,7 +232,7 @@ def test_a_database_that_was_lost_is_not_replaced_in_silence(used: Path, how: st
             connection.execute("CREATE TABLE other (a)")
     before = database.read_bytes() if database.exists() else None
     said = refused(used)
-    assert "there was one: restore a backup" in said
+    assert "earlier it existed: restore a backup" in said
     assert f"remove {used / 'database.made'} by hand" in said
     if how != "without tables":
         assert (database.read_bytes() if database.exists() else None) == before

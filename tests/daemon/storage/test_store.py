@@ -214,7 +214,7 @@ def test_a_newer_database_is_refused(tmp_path: Path, table: str) -> None:
     connection.execute(f"CREATE TABLE {name} {column}")
     connection.execute(f"INSERT INTO {name} VALUES ('99')")
     connection.close()
-    with pytest.raises(DaemonError, match="of version 99, this Tidegate knows"):
+    with pytest.raises(DaemonError, match="has version 99, which this Tidegate does not know"):
         Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
 
 
@@ -319,9 +319,9 @@ def test_a_database_in_memory_is_refused(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("INSERT INTO alembic_version VALUES ('other')", "it is of 2 versions .*must have one row.*delete the rows"),
-        ("DROP TABLE alembic_version", "has tables .agents, .* and nothing in alembic_version.*bring back a copy"),
-        ("DELETE FROM alembic_version", "has tables .agents, .* and nothing in alembic_version.*bring back a copy"),
+        ("INSERT INTO alembic_version VALUES ('other')", "states 2 versions .*must have one row.*delete the wrong"),
+        ("DROP TABLE alembic_version", "has tables .agents, .* because alembic_version is missing.*restore a backup"),
+        ("DELETE FROM alembic_version", "has tables .agents, .* because alembic_version is missing.*restore a backup"),
     ],
 )
 def test_a_database_that_tells_no_version_is_refused_and_left_as_it_is(

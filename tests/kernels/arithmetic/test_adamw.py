@@ -322,6 +322,6 @@ def test_the_yardstick_changes_nothing(
 
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
     before = kernels.instruction_set()
-    with pytest.raises(ValueError, match=r"'mmx' is not offered here, only baseline"):
+    with pytest.raises(ValueError, match=r"'mmx' is not available on this CPU; available are baseline"):
         kernels.use_instruction_set("mmx")
     assert kernels.instruction_set() == before == kernels.instruction_sets()[-1]

@@ -28,7 +28,7 @@ def examine_state(directory: Path) -> list[Finding]:
 
     settings = Settings(state_dir=directory.expanduser().absolute())
     if not settings.database.is_file():
-        raise ConfigError(f"There is no database of a daemon at {settings.database}: name its state directory.")
+        raise ConfigError(f"There is no database of a daemon at {settings.database}: give its state directory.")
     try:
         with exclusive(settings.home):
             return _check_rows(Opened(settings.url), settings.database, alone=True)

@@ -99,7 +99,7 @@ def context(place: torch.device) -> str:
     """Runs a kernel of torch; returns details for the finding. A torch build without code for this GPU fails here."""
     found = torch.arange(8, device=place).square().sum().item()
     if found != 140:
-        raise CheckFailed(f"the GPU sums the squares up to 7 to {found}, not 140", "the GPU is faulty: see dmesg")
+        raise CheckFailed(f"the GPU computes 0² + 1² + … + 7² as {found}, not 140", "the GPU is faulty: see dmesg")
     properties = torch.cuda.get_device_properties(place)
     free, total = torch.cuda.mem_get_info(place)
     return (
@@ -116,7 +116,7 @@ def pinned_memory(runtime: CudaRuntime) -> str:
     reason = runtime.pin(array.ctypes.data, PINNED_BYTES)
     if reason:
         raise CheckFailed(
-            f"{PINNED_BYTES >> 20} MiB could not be registered ({reason})",
+            f"{PINNED_BYTES >> 20} MiB of host memory could not be pinned ({reason})",
             "raise the limit of locked memory (ulimit -l; in a container --ulimit memlock=-1), and see that the "
             "container or virtual machine allows it: without it copies are slow and do not overlap",
         )
@@ -136,7 +136,7 @@ def launch(place: torch.device, kernels: GpuKernels) -> str:
     different = self_test.differences(kernels, place)
     if different:
         raise CheckFailed(
-            f"results differ from the oracle's: {', '.join(different)}",
+            f"these results differ from the reference implementation: {', '.join(different)}",
             "updates run as torch operations; report GPU, driver, torch and Triton versions",
         )
     return "each kernel was compiled and launched; results equal the oracle's bit for bit"
@@ -152,9 +152,9 @@ def copies(runtime: CudaRuntime) -> str:
     together = overlap(spans[H2D], spans[D2H])
     if together == 0.0:
         raise CheckFailed(
-            "copies to and from the GPU never ran at once",
-            "unset CUDA_DEVICE_MAX_CONNECTIONS and CUDA_LAUNCH_BLOCKING, and see that memory can be pinned: state that "
-            "comes and state that goes wait for each other",
+            "copies to and from the GPU never ran at the same time",
+            "unset CUDA_DEVICE_MAX_CONNECTIONS and CUDA_LAUNCH_BLOCKING, and make sure that memory can be pinned: "
+            "otherwise copies of state in both directions wait for each other, and updates take longer",
         )
     rates = ", ".join(
         f"{lane} {COPIES * COPY_BYTES / sum(end - start for start, end in found) / 1e9:.1f} GB/s"
