@@ -102,8 +102,10 @@ class PendingCheckpoint:
         on_complete: Callable[[Checkpoint], None],
         ranks: Ranks,
     ) -> None:
-        """`updating`: returns whether an update is running. `on_complete`: called when the checkpoint is complete; with
-        several ranks that is known after the agreement in `wait_and_agree`. The thread does not run before `start`."""
+        """`part`: this rank's part of the checkpoint, with the state that is still to be copied. `updating`: returns
+        whether an update is running. `ranks`: all ranks, which agree on the result. `on_complete`: called when the
+        checkpoint is complete; with several ranks that is known after the agreement in `wait_and_agree`. The thread
+        does not run before `start`."""
         self.directory = part.directory
         self.total_bytes = sum(padded_bytes(state.kind.data_bytes) for state, _ in part.pending)
         self._part, self._updating, self._on_complete, self._ranks = part, updating, on_complete, ranks

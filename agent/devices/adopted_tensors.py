@@ -32,8 +32,8 @@ class AdoptedTensors:
         self._young: dict[int, _Tensor] = {}
         self._old: dict[int, _Tensor] = {}
         self._starts: dict[int, list[int]] = {}
-        """Start addresses in ascending order, in one list for each size class (see `_size_class`), so that a search looks
-        at few of them."""
+        """Start addresses in ascending order, in one list for each size class (see `_size_class`), so that a search
+        looks at few of them."""
         self._old_bytes = 0
         self._sweeps = 0
         self._sweep_at = SWEEP_AFTER

@@ -134,8 +134,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Tells the engine that a gradient has arrived, and records how long this takes. This runs for each gradient,
         so it must be cheap.
 
-        To be called when the backward pass has written `.grad` of the parameter with this number: by autograd's hooks,
-        and by other hooks that write `.grad`.
+        To be called when the backward pass has written `.grad` of the parameter of number `param`: by autograd's
+        hooks, and by other hooks that write `.grad`.
         """
         task = torch._C._current_graph_task_id()
         if task != self._moves_checked_in or self._param_records.was_moved(param):

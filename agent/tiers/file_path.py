@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,6 +82,12 @@ class PathSettings:
     def location(self) -> str:
         """Location of the path as text for messages."""
         return os.fspath(self.directory)
+
+    @property
+    def place(self) -> str:
+        """The former name of `location`. The next version does not have it."""
+        warnings.warn("PathSettings.place is called location now.", DeprecationWarning, stacklevel=2)
+        return self.location
 
 
 @dataclass(slots=True)

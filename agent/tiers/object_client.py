@@ -75,12 +75,12 @@ class Client:
         self._store = _store(settings)
 
     def put(self, key: str, data: memoryview | bytes, on_retry: Callable[[], None] | None = None) -> None:
-        """Stores an object, completely or not at all. `data` may be reused when this returns. `repeated`: called before
+        """Stores an object, completely or not at all. `data` may be reused when this returns. `on_retry`: called before
         each retry."""
         self._retried(lambda: self._obstore.put(self._store, key, data, use_multipart=False), on_retry)
 
     def get(self, key: str, nbytes: int, on_retry: Callable[[], None] | None = None) -> memoryview:
-        """Reads the first `nbytes` of an object; fewer where the object is shorter. `repeated`: called before each
+        """Reads the first `nbytes` of an object; fewer where the object is shorter. `on_retry`: called before each
         retry."""
         return memoryview(
             self._retried(lambda: self._obstore.get_range(self._store, key, start=0, length=nbytes), on_retry)

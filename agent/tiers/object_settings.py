@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
@@ -79,6 +80,12 @@ class ObjectSettings:
     def location(self) -> str:
         """Location of the path as text for messages."""
         return self.url
+
+    @property
+    def place(self) -> str:
+        """The former name of `location`. The next version does not have it."""
+        warnings.warn("ObjectSettings.place is called location now.", DeprecationWarning, stacklevel=2)
+        return self.location
 
     @property
     def server(self) -> str:

@@ -236,7 +236,7 @@ def test_events_have_bounds() -> None:
         trickling(endless.encode()), plain("data: {}\n"), bomb, plain("", headers="Tidegate-Newest-Event: ten\r\n")
     ]  # fmt: skip
     with hostile(lambda _, number: answers[number]) as daemon, DaemonClient(daemon.url, "t") as client:
-        with pytest.raises(DaemonError, match="more than 1,048,576 bytes"):
+        with pytest.raises(DaemonError, match="over 1,048,576 bytes"):
             next(client.events("run"))
         with pytest.raises(DaemonError, match="not a Tidegate daemon"):
             next(client.events("run"))

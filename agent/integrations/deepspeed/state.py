@@ -96,7 +96,7 @@ def idle_engine(optimizer: AdamW) -> Engine:
 
 
 def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
-    """Copies the state of all parts into `flats`. `places`: position of each part."""
+    """Copies the state of all parts into `flats`. `positions`: position of each part."""
     engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
@@ -113,7 +113,7 @@ def write_all(
     optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
 ) -> None:
     """Loads the state of all parts from `flats`: fp32 weights, from which the model's weights are rounded too, and
-    moments. `places`: position of each part. `steps`: number of updates of each DeepSpeed subgroup."""
+    moments. `positions`: position of each part. `steps`: number of updates of each DeepSpeed subgroup."""
     optimizer.wait()
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, (position, part) in enumerate(zip(positions, optimizer.engine.shards, strict=True)):

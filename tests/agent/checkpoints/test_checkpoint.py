@@ -217,7 +217,7 @@ def test_no_room_is_said_when_it_is_saved(tmp_path: Path, disk: Path, monkeypatc
     with Run(paths={"disk": disk}, host_cache=0, stride="off") as run:
         run.steps(0, 2)
         monkeypatch.setattr(spare_files, "free_bytes", lambda _: 100_000)
-        with pytest.raises(PathFull, match="100,000 are free") as caught:
+        with pytest.raises(PathFull, match="100,000 bytes are free") as caught:
             run.optimizer.save_checkpoint(tmp_path / "saved")
         files = len(run.optimizer.engine.layouts)
         # 600 parameters of 8 bytes are two pages, and a header; the last subgroup is smaller.
@@ -231,7 +231,7 @@ def test_spares_count_against_the_capacity_of_a_path(tmp_path: Path, disk: Path)
     settings_ = tidegate.PathSettings(directory=disk, capacity_bytes=300_000)
     with Run(paths={"disk": settings_}, host_cache=0, stride="off") as run:
         run.steps(0, 1)
-        with pytest.raises(PathFull, match="of the state on path disk needs 155,648 bytes more, 144,352 are free"):
+        with pytest.raises(PathFull, match="on path disk needs 155,648 bytes more, and 144,352 bytes are free"):
             run.optimizer.save_checkpoint(tmp_path / "saved")
         run.steps(1, 2)
 

@@ -60,7 +60,7 @@ def test_damage_to_the_newest_is_skipped_with_a_warning(
     assert found == second
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert str(third.directory) in warning
-    assert "is damaged and left out" in warning
+    assert "is damaged and skipped" in warning
     with Run() as before, Run() as other:
         before.steps(0, 2)
         resume(other, found)

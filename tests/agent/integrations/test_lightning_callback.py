@@ -302,7 +302,7 @@ class TwoOptimizers(Regression):
 def test_what_it_cannot_attach_is_said_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"returned AdamW, not tidegate\.AdamW"):
         fit(tmp_path, TidegateCallback(RUN), 2, Regression(False))
-    with pytest.raises(ConfigError, match=r"has 2 tidegate\.AdamW.*attach each.*on_train_start"):
+    with pytest.raises(ConfigError, match=r"has 2 optimizers of type tidegate\.AdamW.*attach each.*on_train_start"):
         fit(tmp_path, TidegateCallback(RUN), 2, TwoOptimizers())
 
 

@@ -71,6 +71,6 @@ def test_repeating_a_request_to_an_object_store_draws_nothing(monkeypatch: pytes
     tries: list[None] = []
     before = random.getstate()
     with pytest.raises(object_client.RequestFailed):
-        client.put("key", b"data", repeated=lambda: tries.append(None))
+        client.put("key", b"data", on_retry=lambda: tries.append(None))
     assert tries
     assert random.getstate() == before

@@ -37,6 +37,8 @@ from tests.agent.tiers.faults import (
     training,
 )
 from tests.examples import examples
+from tests.services import until
+from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import (
     BlockDamaged,
@@ -323,16 +325,24 @@ def test_ctrl_c_while_an_op_waits_on_a_slow_path(tmp_path: Path) -> None:
         assert pair.optimizer.state_dict()["state"][0]["step"] == 2  # the update was finished first
 
 
+def _delaying() -> DelayInterrupt:
+    """The block that delays Ctrl-C now."""
+    return signal.getsignal(signal.SIGINT).__self__  # type: ignore[union-attr]
+
+
 def test_the_second_ctrl_c_does_not_wait_for_the_rest_of_the_update(tmp_path: Path) -> None:
     with training(two(tmp_path), tier_split="bad:1") as pair:
         train(pair, 0)
         saved = Snapshot.of(pair)
-        interrupts = iter([signal.SIGINT, signal.SIGINT])
+        interrupts = iter([False, True])
 
         def slow_and_interrupted() -> float:
-            """Two writes are interrupted, both while the update is under way."""
-            for number in itertools.islice(interrupts, 1):
-                os.kill(os.getpid(), number)
+            """Two writes are interrupted, both while the update is under way. Python makes one of two signals that come
+            before it has handled the first, so the second is sent when the first was noted."""
+            for is_second in itertools.islice(interrupts, 1):
+                if is_second:
+                    until(lambda: _delaying()._noted, "the first Ctrl-C")
+                os.kill(os.getpid(), signal.SIGINT)
             return 0.5
 
         break_path(pair.optimizer, BAD, "write", slow_and_interrupted)
