@@ -35,7 +35,8 @@ class CommittedKnobs:
 
 
 class KnobDecisions:
-    """The newest committed knobs, and the answers that the next report carries.
+    """Keeps the newest knobs that the daemon has committed (accepted by all ranks), and what the next report to the
+    daemon says about them: that they were applied, or that this rank cannot use them.
 
     run: name of the run, for log messages.
     wake: wakes the thread that sends reports.

@@ -12,7 +12,8 @@ import torch
 from tidegate.agent.devices.base import Copy, Device
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.buffers import HostBuffers
-from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes, whole_pages
+from tidegate.agent.engine.slot_sizes import device_slot_bytes, host_slot_bytes
+from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
@@ -20,8 +21,6 @@ from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement
 from tidegate.plan.ops import D2H, H2D, BufferId, Residence, is_path
 from tidegate.plan.placement import place_subgroups
-
-ALIGNMENT = 256
 
 
 class StateMemory:
@@ -98,7 +97,7 @@ class StateMemory:
         """The address in host memory of a place in a plan (`Op.host_state`, `host_weight`, `host_grad`)."""
         kind, number = place
         if kind.startswith("host_slot"):
-            state, weight, _ = self._host_slot_sizes()
+            state, weight, _ = host_slot_bytes(self.layouts, gradients=not self._slot_gradients)
             behind = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}[kind]
             return self.host_slots[number].data_ptr() + behind
         return {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}[kind][
@@ -111,7 +110,7 @@ class StateMemory:
 
     def slot_gradient(self, slot: int) -> int:
         """The device address of the room for a spilled gradient in this slot."""
-        return self.slots[slot] + self._slot_sizes(self.layouts)[0]
+        return self.slots[slot] + device_slot_bytes(self.layouts, gradients=self._slot_gradients)[0]
 
     # ---- memory that placements need
 
@@ -152,26 +151,12 @@ class StateMemory:
             if lives == "device" or (s.id in self._resident and s.id not in self._allocated_ahead)
         )  # fmt: skip
         staged = any(where == ("device", "host") for where in placed)
-        slots = self._num_slots * sum(self._slot_sizes(layouts)) if staged or self.slots else 0
-        return residents, slots
-
-    def _slot_sizes(self, layouts: Sequence[Layout]) -> tuple[int, int]:
-        """Bytes of a device slot: for state and, behind it, for a spilled gradient (0 without `slot_gradients`)."""
-        state = max((s.numel * s.format.state_bytes for s in layouts), default=0)
-        grad = max((s.numel * s.format.grad_bytes for s in layouts), default=0)
-        return -(-state // ALIGNMENT) * ALIGNMENT, grad if self._slot_gradients else 0
-
-    def _host_slot_sizes(self) -> tuple[int, int, int]:
-        """Bytes of a host slot for state, weight and gradient, in this order, each of whole pages.
-
-        In gradient mode `release`, gradients cannot wait for a host slot: they have separate buffers.
-        """
-        grad = 0 if self._slot_gradients else max((s.numel * s.format.grad_bytes for s in self.layouts), default=0)
-        return (
-            whole_pages(max((s.numel * s.format.state_bytes for s in self.layouts), default=0)),
-            whole_pages(max((s.numel * s.format.weight_bytes for s in self.layouts), default=0)),
-            whole_pages(grad),
+        slots = (
+            self._num_slots * sum(device_slot_bytes(layouts, gradients=self._slot_gradients))
+            if staged or self.slots
+            else 0
         )
+        return residents, slots
 
     def stage(self, placements: Sequence[Placement]) -> None:
         """Allocates the memory of the next step, except host buffers for state if the run has storage paths: weight
@@ -187,9 +172,13 @@ class StateMemory:
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
                 self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
-                self.slots.append(self.device.alloc(sum(self._slot_sizes(self.layouts))))
+                self.slots.append(
+                    self.device.alloc(sum(device_slot_bytes(self.layouts, gradients=self._slot_gradients)))
+                )
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
-                self.host_slots.append(self.device.host_buffer(sum(self._host_slot_sizes())))
+                self.host_slots.append(
+                    self.device.host_buffer(sum(host_slot_bytes(self.layouts, gradients=not self._slot_gradients)))
+                )
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
                 self._allocated_ahead.add(s)
@@ -361,7 +350,7 @@ class StateMemory:
 
     def host_slot_bytes(self) -> int:
         """Bytes of all staging slots in host memory, which are allocated while state is on paths."""
-        return self._num_host_slots * sum(self._host_slot_sizes())
+        return self._num_host_slots * sum(host_slot_bytes(self.layouts, gradients=not self._slot_gradients))
 
     def check_host(self, cache_bytes: int) -> None:
         """Raises MemoryBudgetError, with figures, if host slots and a host cache of `cache_bytes` do not fit in host

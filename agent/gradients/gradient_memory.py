@@ -15,8 +15,8 @@ from tidegate.agent.devices.base import Event
 
 
 class GradientMemory:
-    """Counts the bytes of gradients that have arrived, until their reads are known to be done. Thread-safe: lanes use
-    it, too."""
+    """Counts the bytes of gradients in device memory: from the moment that autograd has made a gradient until all ops
+    that read it (copies and updates) are done. Thread-safe."""
 
     def __init__(self) -> None:
         self._room_bytes = 0

@@ -215,7 +215,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state.replace(given)
 
     def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """All state of one parameter, read from where it is stored."""
+        """All state of the parameter `param`, read from where it is stored."""
         self.wait()
         self.engine.require_usable()
         self.engine.drop_plan()
@@ -226,7 +226,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
-        """Resets the state of these parameters (None for all) to that of a new optimizer."""
+        """Resets the state of `params` (None for all parameters) to that of a new optimizer."""
         if "engine" not in self.__dict__ or not self.engine.usable:
             return
         self.wait()

@@ -254,4 +254,9 @@ class ObjectPath:
                 self._short_client.delete(sorted(self._stored_keys))
             self._scratch.remove()
         except RequestFailed as error:
-            log.warning("path %s: objects in %s cannot be deleted: %s", self.name, self._scratch.url, error)
+            log.warning(
+                "path %s: objects in %s cannot be deleted: %s; `tidegate doctor` lists and removes them later",
+                self.name,
+                self._scratch.url,
+                error,
+            )

@@ -27,7 +27,6 @@ import fcntl
 import logging
 import math
 import os
-import stat
 import struct
 import threading
 import time
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tidegate.agent.tiers.private_files import check_private, private_directory
 from tidegate.errors import LocksUnusable
 
 log = logging.getLogger("tidegate.tiers")
@@ -311,7 +311,7 @@ class TierLocks:
         self.timeouts = 0
         """Number of waits that timed out, after which the operation ran without the lock."""
         self._counting = threading.Lock()
-        folder = _private_directory(Path(os.path.abspath(directory)))
+        folder = private_directory(Path(os.path.abspath(directory)))
         self._file = _shared_file(folder / f"{device_key}.{operation}.lock", slots)
 
     @contextmanager
@@ -358,27 +358,13 @@ def _shared_file(path: Path, slots: int) -> _LockFile:
         return file
 
 
-def _private_directory(directory: Path) -> Path:
-    """Creates the directory if it is missing. LocksUnusable when other users can create files in it."""
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-    except OSError as error:
-        raise LocksUnusable(
-            f"{directory}, the directory for lock files, cannot be created: {error.strerror}. Set XDG_RUNTIME_DIR to "
-            "a directory of yours on this node."
-        ) from error
-    _check_private(directory, found)
-    return directory
-
-
 def _open_private(path: Path) -> int:
     """Opens the lock file in its private directory, creates it if it is missing, and checks that it can be locked."""
-    _private_directory(path.parent)
+    private_directory(path.parent)
     fd = -1
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _check_private(path, os.fstat(fd))
+        check_private(path, os.fstat(fd))
         locked_by_other(fd, TURNSTILE)
     except OSError as error:
         if fd >= 0:
@@ -392,16 +378,3 @@ def _open_private(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _check_private(path: Path, found: os.stat_result) -> None:
-    """Raises LocksUnusable if the entry belongs to another user, is a symbolic link, or gives other users any
-    access."""
-    remedy = "Remove it, or set XDG_RUNTIME_DIR to a directory of yours on this node."
-    if found.st_uid != os.geteuid():
-        raise LocksUnusable(
-            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}, the user of this process. {remedy}"
-        )
-    if stat.S_ISLNK(found.st_mode) or (mode := stat.S_IMODE(found.st_mode)) & 0o077:
-        fault = "is a link" if stat.S_ISLNK(found.st_mode) else f"has mode {mode:04o}: others may use it"
-        raise LocksUnusable(f"{path} {fault}. {remedy}")

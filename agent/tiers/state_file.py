@@ -345,6 +345,8 @@ def _read(view: memoryview, file: FileName) -> Header:
     if header.pack() != view:
         _, version, _ = _START.unpack_from(view)
         if version != VERSION:
-            raise HeaderContradiction(file, f"version {version}", f"version {VERSION}")
+            raise HeaderContradiction(
+                file, f"format version {version}, which does not exist", f"format version {VERSION}"
+            )
         raise HeaderContradiction(file, "bytes other than 0 behind the values", "bytes that are 0")
     return header

@@ -122,7 +122,7 @@ class RunRegistry:
         run.publish(self._event_ids.take(), kind, self._clock.wall(), data)
 
     def publish_liveness(self, run: Run, member: Member) -> None:
-        """Adds an event with the liveness of a rank."""
+        """Publishes an event with the liveness of a rank on the event stream of its run."""
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
         self.publish(run, "agent", data)
 

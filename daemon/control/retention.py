@@ -22,7 +22,7 @@ from tidegate.daemon.storage.store import Store
 from tidegate.wire.agent import AgentHello
 
 RUNS_KEPT: Final = 10_000
-"""Runs in the daemon, at most."""
+"""Maximum number of runs in the daemon. Above it, the oldest runs that have ended are deleted."""
 RANKS_KEPT: Final = 100_000
 """Ranks in the daemon, at most."""
 RUNS_OF_A_TOKEN: Final = 2_000

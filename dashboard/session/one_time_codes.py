@@ -24,7 +24,7 @@ LONGEST: Final = 128
 
 
 def folder() -> Path:
-    """The folder of this user's codes."""
+    """The folder in which one-time codes of this user are stored."""
     return home_of(state_dir()) / "codes"
 
 

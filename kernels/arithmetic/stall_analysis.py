@@ -3,13 +3,8 @@ be fast."""
 
 from __future__ import annotations
 
-from typing import Final
-
 from tidegate.kernels import _native
-from tidegate.timeline.timeline import DISPATCH, Timeline
-
-_NATIVE_DISPATCH: Final = "scheduler"
-"""The name that the native code gives to the cause `dispatch`."""
+from tidegate.timeline.timeline import Timeline
 
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
@@ -17,7 +12,4 @@ def exposed_waits(timeline: Timeline) -> dict[str, float]:
     window = timeline.window("update")
     if window is None:
         return {}
-    waits = _native.exposed_waits(timeline.spans, timeline.deps, *window)
-    if _NATIVE_DISPATCH in waits:
-        waits[DISPATCH] = waits.pop(_NATIVE_DISPATCH)
-    return waits
+    return _native.exposed_waits(timeline.spans, timeline.deps, *window)

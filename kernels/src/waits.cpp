@@ -19,7 +19,7 @@ struct Span {
   double start, end;
 };
 
-// The lanes of a step by number, in the order in which they are met. The last number is the scheduler's.
+// The lanes of a step by number, in the order in which they are met. The last number is that of the cause `dispatch`.
 class Lanes {
  public:
   Lanes() : cpu_(nb::str("cpu")), device_(nb::str("device")) {}
@@ -63,7 +63,7 @@ class Waits {
     nb::dict found;
     for (size_t lane = 0; lane < lanes_.count() && lane < waited_.size(); ++lane)
       if (waited_[lane] > 0.0) found[lanes_.name(lane)] = waited_[lane];
-    if (!waited_.empty() && waited_.back() > 0.0) found["scheduler"] = waited_.back();
+    if (!waited_.empty() && waited_.back() > 0.0) found["dispatch"] = waited_.back();
     return found;
   }
 
@@ -146,7 +146,7 @@ class Waits {
 
   // Cuts a gap along the chain that explains it, from its end to its start.
   void blame(const Gap& gap) {
-    double& scheduler = waited_.back();
+    double& dispatch = waited_.back();
     double cursor = gap.high;
     int span = gap.ends_with == kNone ? last() : blocker(gap.ends_with);
     // Clocks that disagree can make a chain go in circles: what is beyond so many spans was met before.
@@ -154,7 +154,7 @@ class Waits {
       const Span& s = spans_[span];
       if (s.end < cursor) {
         const double end = std::max(s.end, gap.low);
-        scheduler += cursor - end;
+        dispatch += cursor - end;
         cursor = end;
       }
       if (gap.low < cursor && s.start < cursor) {
@@ -164,7 +164,7 @@ class Waits {
       }
       span = blocker(span);
     }
-    if (gap.low < cursor) scheduler += cursor - gap.low;
+    if (gap.low < cursor) dispatch += cursor - gap.low;
   }
 
   nb::dict deps_;

@@ -62,7 +62,7 @@ class KnobSpec:
         return value if isinstance(value, str) else _KINDS[self.kind].show(value)
 
     def same(self, value: KnobValue, other: KnobValue) -> bool:
-        """Whether both values are equivalent; weights are equivalent when their ratios are equal."""
+        """Whether both values mean the same. Values such as `nvme:2,pfs:1` mean the same if the ratios are equal."""
         if self.kind != "weights" or value in self.words or other in self.words:
             return value == other
         return _ratios(weights_of(str(value))) == _ratios(weights_of(str(other)))

@@ -45,28 +45,31 @@ class OpKind(StrEnum):
     repeated or dropped."""
 
     GRAD_D2H = "grad_d2h"
-    """Gradient of a subgroup to the host, as soon as the gradient has arrived (gate: gradient)."""
+    """Copies the gradient of a subgroup to the host, as soon as the gradient has arrived (gate: gradient)."""
     WEIGHT_D2H = "weight_d2h"
-    """Weight of a subgroup to its host mirror (a copy of the weight in host memory), when that is missing or stale."""
+    """Copies the weight of a subgroup to its host mirror (a copy of the weight in host memory), when the mirror is
+    missing or stale."""
     STATE_H2D = "state_h2d"
-    """State of a subgroup into a staging slot, or into the place of a resident."""
+    """Copies the state of a subgroup to the device, into a staging slot or into the place of a resident."""
     STATE_D2H = "state_d2h"
-    """State of a subgroup from a staging slot, or from the place of a resident, to the host."""
+    """Copies the state of a subgroup from a staging slot, or from the place of a resident, to the host."""
     WEIGHT_H2D = "weight_h2d"
-    """Weight of a subgroup, updated on the CPU, from the host to the device."""
+    """Copies the weight of a subgroup, which the CPU has updated, to the device."""
     GRAD_H2D = "grad_h2d"
-    """Gradient of a subgroup that was spilled to the host, back to the device, into the staging slot of its state."""
+    """Copies a gradient that was spilled to the host back to the device, into the staging slot of its subgroup."""
     GRAD_NORM = "grad_norm"
-    """Sum of squares and non-finite count of a subgroup's gradients, as soon as they have arrived (gate: gradient).
-    Only in plans that release gradients before the step."""
+    """Computes the sum of squares and the non-finite count of a subgroup's gradients, as soon as they have arrived
+    (gate: gradient). Only in plans that release gradients before the step."""
     NORM = "norm"
-    """Norm and non-finite count of all gradients, and from them the clip factor (gate: step)."""
+    """Computes the norm and the non-finite count of all gradients, and from them the clip factor (gate: step)."""
     CPU_UPDATE = "cpu_update"
+    """Updates a subgroup's state and weight on the CPU."""
     DEVICE_UPDATE = "device_update"
+    """Updates a subgroup's state and weight on the device."""
     FETCH = "fetch"
-    """State of a subgroup from its path to host memory. No gate: it may run during the backward."""
+    """Reads the state of a subgroup from its path into host memory. No gate: it may run during the backward."""
     FLUSH = "flush"
-    """State of a subgroup from host memory to a path."""
+    """Writes the state of a subgroup from host memory to a path."""
 
 
 LANE_OF: Final[dict[OpKind, str]] = {
