@@ -44,7 +44,7 @@ def send_at_once() -> None:
 
 def read_as_answered() -> None:
     """uvicorn takes Tidegate's protocol where Streamlit names none."""
-    HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:Pipelined"
+    HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:PipelinedProtocol"
 
 
 def open_when_ready(health: str, page: str) -> None:
