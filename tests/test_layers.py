@@ -19,6 +19,12 @@ ROOT = TESTS.parent
 LAYERS = ("test", "test-all", "torture", "soak")
 TOPS = ("agent", "bench", "daemon", "dashboard", "grafana", "kernels", "tidegate")
 ALL_ROOMS = {"alerts", "conformance", "deployment", "gpu"}
+MAX_LINES = 400
+LONG = {
+    "agent/engine/engine.py": "the life of a step in one place: its methods hand each part to a module of its own",
+    "bench/overhead.py": "one measurement, read from top to bottom",
+}
+"""Modules of more than `MAX_LINES` lines, and why. Tests are not counted: a file of tests is one subject's cases."""
 MARKS = ("slow", "hypothesis", "alone", "gpu", "torture", "soak")
 """All that decide where a test is run. `hypothesis` is put on property tests by Hypothesis itself."""
 
@@ -77,6 +83,12 @@ def test_folders_of_tests_are_rooms_of_the_product() -> None:
     modules = [path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")]
     rooms = {room.as_posix().removeprefix("tidegate/") for path in modules for room in path.parents}
     assert folders - rooms == set()
+
+
+def test_no_module_is_long_without_a_reason() -> None:
+    modules = [path for top in TOPS for path in (ROOT / top).rglob("*.py")]
+    long = {path.relative_to(ROOT).as_posix() for path in modules if path.read_text().count("\n") > MAX_LINES}
+    assert long == set(LONG)
 
 
 def test_make_knows_the_parts() -> None:

@@ -97,7 +97,7 @@ class StateMemory:
         """The address in host memory of a place in a plan (`Op.host_state`, `host_weight`, `host_grad`)."""
         kind, number = place
         if kind.startswith("host_slot"):
-            state, weight, _ = host_slot_bytes(self.layouts, gradients=not self._slot_gradients)
+            state, weight, _ = self._host_slot_bytes()
             behind = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}[kind]
             return self.host_slots[number].data_ptr() + behind
         return {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}[kind][
@@ -110,7 +110,7 @@ class StateMemory:
 
     def slot_gradient(self, slot: int) -> int:
         """The device address of the room for a spilled gradient in this slot."""
-        return self.slots[slot] + device_slot_bytes(self.layouts, gradients=self._slot_gradients)[0]
+        return self.slots[slot] + self._slot_bytes(self.layouts)[0]
 
     # ---- memory that placements need
 
@@ -151,12 +151,14 @@ class StateMemory:
             if lives == "device" or (s.id in self._resident and s.id not in self._allocated_ahead)
         )  # fmt: skip
         staged = any(where == ("device", "host") for where in placed)
-        slots = (
-            self._num_slots * sum(device_slot_bytes(layouts, gradients=self._slot_gradients))
-            if staged or self.slots
-            else 0
-        )
+        slots = self._num_slots * sum(self._slot_bytes(layouts)) if staged or self.slots else 0
         return residents, slots
+
+    def _slot_bytes(self, layouts: Sequence[Layout]) -> tuple[int, int]:
+        return device_slot_bytes(layouts, gradients=self._slot_gradients)
+
+    def _host_slot_bytes(self) -> tuple[int, int, int]:
+        return host_slot_bytes(self.layouts, gradients=not self._slot_gradients)
 
     def stage(self, placements: Sequence[Placement]) -> None:
         """Allocates the memory of the next step, except host buffers for state if the run has storage paths: weight
@@ -172,13 +174,9 @@ class StateMemory:
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
                 self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
-                self.slots.append(
-                    self.device.alloc(sum(device_slot_bytes(self.layouts, gradients=self._slot_gradients)))
-                )
+                self.slots.append(self.device.alloc(sum(self._slot_bytes(self.layouts))))
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
-                self.host_slots.append(
-                    self.device.host_buffer(sum(host_slot_bytes(self.layouts, gradients=not self._slot_gradients)))
-                )
+                self.host_slots.append(self.device.host_buffer(sum(self._host_slot_bytes())))
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
                 self._allocated_ahead.add(s)
@@ -350,7 +348,7 @@ class StateMemory:
 
     def host_slot_bytes(self) -> int:
         """Bytes of all staging slots in host memory, which are allocated while state is on paths."""
-        return self._num_host_slots * sum(host_slot_bytes(self.layouts, gradients=not self._slot_gradients))
+        return self._num_host_slots * sum(self._host_slot_bytes())
 
     def check_host(self, cache_bytes: int) -> None:
         """Raises MemoryBudgetError, with figures, if host slots and a host cache of `cache_bytes` do not fit in host
