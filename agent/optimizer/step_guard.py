@@ -34,5 +34,6 @@ class StepGuard:
                 )
             return step(closure)
         finally:
-            if self._running.get("call") is call:
+            # Without a call of a function, after which a signal handler could raise and leave the guard taken.
+            if self._running == {"call": call}:
                 del self._running["call"]

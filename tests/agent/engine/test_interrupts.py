@@ -330,15 +330,18 @@ def test_wherever_a_handler_raises_in_a_step_the_step_is_whole_or_the_optimizer_
         backward(params, random_grads(params, 1, some=False))
         return params, optimizer, plain
 
-    _, optimizer, _ = begun()
-    with optimizer, RaisesAtCall(-1) as counting:
-        optimizer.step()
-    assert counting.places > 100
+    places = 0
+    for _ in range(3):  # waits make more or fewer places
+        _, optimizer, _ = begun()
+        with optimizer, RaisesAtCall(-1) as counting:
+            optimizer.step()
+        places = max(places, counting.places)
+    assert places > 100
     usable = set()
-    for at in range(1, counting.places + 1, 3):
+    for at in (*range(1, places - 20, 3), *range(places - 20, places + 1)):  # what is last is tried place by place
         params, optimizer, plain = begun()
         with optimizer:
-            with suppress(SystemExit), RaisesAtCall(at):  # waits make more or fewer places
+            with suppress(SystemExit), RaisesAtCall(at):
                 optimizer.step()
             if not optimizer.engine.usable:
                 with pytest.raises(EngineError, match="not usable: SystemExit: 5"):
