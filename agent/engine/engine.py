@@ -82,7 +82,7 @@ class Engine:
         self.residences = Residences(store) if store is not None else None
         mode, accumulation = settings.gradients, settings.accumulation
         self.memory = StateMemory(device, self.layouts, self.num_slots, mode == "release", store, self.host_slots)
-        self.planner = StepPlanner(self.memory, self.residences, self.shards, settings, self.host_slots)
+        self.planner = StepPlanner(self.memory, self.residences, settings, self.host_slots)
         self.planner.place_new_subgroups(self.effective)
         sums = HostSums(device, self._pool, accumulation == "host_fp32") if accumulation != "device" else None
         self.gradients = Gradients(device, params, self.layouts, mode, self._early_gradients, sums)

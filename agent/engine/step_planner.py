@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-
-import torch
 
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
@@ -25,19 +24,18 @@ MAX_PLANS = 16
 
 
 class StepPlanner:
-    """Plans the steps of one engine. `shards`: the list of the engine, which appends to it."""
+    """Plans the steps of one engine."""
 
     def __init__(
         self,
         memory: StateMemory,
         residences: Residences | None,
-        shards: Sequence[torch.Tensor],
         settings: EngineSettings,
         host_slots: Mapping[str, int],
     ) -> None:
         """`residences`: None without storage paths. `host_slots`: number of staging slots in host memory by path."""
         self.subgroups = tuple(layout.subgroup() for layout in memory.layouts)
-        self._memory, self._residences, self._shards = memory, residences, shards
+        self._memory, self._residences = memory, residences
         self._settings, self._host_slots = settings, host_slots
         self._plans: dict[Hashable, Plan] = {}
         """Cache of plans. The key consists of the inputs of the planner, except for the expected order of gradients: a
@@ -120,7 +118,7 @@ class StepPlanner:
             gradients = sum(s.nbytes("gradient") for s in subgroups)
         else:
             # Gradients are released as they arrive: a backward needs room for the gradient of the largest parameter.
-            gradients = max((p.numel() * p.element_size() for p in self._shards), default=0)
+            gradients = max(_gradient_bytes([*self._memory.layouts, *more]).values(), default=0)
         self._memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
         if self._residences is not None:
             self._residences.check(subgroups, effective)
@@ -190,3 +188,12 @@ class StepPlanner:
                 self._plans.clear()
             self._plans[key] = plan
         return self._plans[key]
+
+
+def _gradient_bytes(layouts: Iterable[Layout]) -> Counter[int]:
+    """Bytes of the gradient of each parameter, by its number, in the dtype of the gradient."""
+    nbytes = Counter[int]()
+    for layout in layouts:
+        for segment in layout.segments:
+            nbytes[segment.param] += segment.numel * layout.format.grad_bytes
+    return nbytes

@@ -1,5 +1,4 @@
-"""One storage path of a rank in a directory: one state file per subgroup, transferred by native threads with direct
-I/O."""
+"""One storage path in a directory: a state file for each subgroup, moved by native threads with direct I/O."""
 
 from __future__ import annotations
 
@@ -74,8 +73,8 @@ class PathSettings:
                 "directory='' of a path names no directory: give one that exists, '.' for the current directory."
             )
         for name, minimum in _LEAST.items():
-            multiple_of = PAGE_BYTES if name == "block_bytes" else 1
-            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=multiple_of)
+            step = PAGE_BYTES if name == "block_bytes" else 1
+            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=step)
             object.__setattr__(self, name, number)
 
     @property

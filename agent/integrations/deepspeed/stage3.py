@@ -393,9 +393,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     # ---- unsupported operations
 
     def offload_states(self, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(
-            "offload_states cannot move the optimizer state, because Tidegate holds it: set static_ratio to 0 instead."
-        )
+        raise ConfigError("offload_states cannot move the state that Tidegate holds: set static_ratio to 0 instead.")
 
     def reload_states(self, *_: Any, **__: Any) -> NoReturn:
         self.offload_states()

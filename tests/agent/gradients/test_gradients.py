@@ -27,6 +27,24 @@ KEPT = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST)
 RELEASED = tidegate.Offload(stride=2.0, static_ratio=0.2, subgroup_numel=50, emulated=FAST, gradients="release")
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
+def test_the_largest_released_gradient_counts_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    (small,) = params_of((77,), dtype=torch.bfloat16)
+    (large,) = params_of((40, 30), dtype=torch.bfloat16)
+    large.grad_dtype = torch.float32
+    with tidegate.AdamW([small], offload=RELEASED) as optimizer:
+        reserved: list[int] = []
+        check_fits = optimizer.engine.memory.check_fits
+        monkeypatch.setattr(
+            optimizer.engine.memory, "check_fits",
+            lambda stride, ratio, nbytes, more: (reserved.append(nbytes), check_fits(stride, ratio, nbytes, more)),
+        )  # fmt: skip
+        optimizer.check_knobs(optimizer.knobs)
+        optimizer.add_param_group({"params": [large]})
+        headroom = optimizer.offload.headroom_bytes
+        assert [nbytes - headroom for nbytes in reserved[:2]] == [77 * 2 + 77 * 2, (77 + 1200) * 2 + 1200 * 4]
+
+
 # ---- changed through .data
 
 
