@@ -173,6 +173,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Sets the values that `auto` stands for, for the next step and later ones; None leaves a value unchanged.
 
+        stride: the stride. alternate: whether the order of updates alternates. cache_bytes: bytes of the host cache.
+
         Raises MemoryBudgetError or CapacityError, with nothing changed, if the state does not fit with these values.
         """
         before = self._auto

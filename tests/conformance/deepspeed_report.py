@@ -17,7 +17,7 @@ RULES: tuple[tuple[str, str, Kind, str], ...] = (
     ("", r"zero_hpz_partition_size \(ZeRO", "not supported", "ZeRO++ is refused"),
     ("", r"optimizer is torch\.optim\.sgd\.SGD", "not supported", "SGD is refused: Adam and AdamW are what it takes"),
     ("", r'offload_param.device is "nvme"', "not supported", "offload_param to NVMe is refused"),
-    ("", "offload_states cannot move the optimizer state", "not supported",
+    ("", "offload_states cannot move the state", "not supported",
      "offload_states and reload_states are refused: static_ratio says how much state is on the device"),
     ("offload_states", "no attribute 'grad_partitions_flat_buffer'", "not supported",
      "offload_states and reload_states are refused; before them the test reads a buffer that runs with offload do not "

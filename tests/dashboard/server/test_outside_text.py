@@ -137,7 +137,7 @@ def tell_all(daemon: DaemonProcess, run: str, text: str) -> Agent:
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     with DaemonClient(daemon.url, made.stdout.strip()) as operator:
-        operator._headers["Tidegate-Actor"] = text  # whoever asks chooses it
+        operator._transport._headers["Tidegate-Actor"] = text  # whoever asks chooses it
         until(lambda: knows(operator), "the daemon to know the token")
         for generation, can in ((1, True), (2, False)):
             operator.set_knobs(run, {"stride": 2.0 + generation}, reason=text * 4, wait=0.0)
