@@ -114,27 +114,6 @@ class StateMemory:
 
     # ---- memory that placements need
 
-    def spilled(self, placed: Sequence[tuple[str, Residence]], room_bytes: int) -> list[bool]:
-        """Decides for each subgroup whether its gradient is spilled, which means that it waits in host memory because
-        `room_bytes` of device memory do not suffice for all gradients.
-
-        Only gradients of subgroups that are staged for an update on the device are spilled, those of the last subgroups
-        first. Gradients of residents stay on the device and use a part of the room.
-
-        placed: processor and residence of each subgroup.
-        """
-        spilled = [False] * len(self.layouts)
-        staged: list[int] = []
-        for layout, (processor, lives) in zip(self.layouts, placed, strict=True):
-            if processor == "device" and "device" not in (lives, self.residence[layout.id]):
-                staged.append(layout.id)
-            elif processor == "device":
-                room_bytes -= layout.numel * layout.format.grad_bytes
-        for s in staged:
-            room_bytes -= self.layouts[s].numel * self.layouts[s].format.grad_bytes
-            spilled[s] = room_bytes < 0
-        return spilled
-
     def state_bytes_on_device(
         self, placed: Sequence[tuple[str, Residence]], more: Sequence[Layout] = ()
     ) -> tuple[int, int]:

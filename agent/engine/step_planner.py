@@ -11,6 +11,7 @@ from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
 from tidegate.agent.engine.residency import Residences
+from tidegate.agent.gradients.gradient_spilling import spilled_gradients
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import PathFull, PathUnusable
 from tidegate.plan import Placement, Plan, make_plan, place_subgroups, verify
@@ -80,7 +81,7 @@ class StepPlanner:
         """Allocates the staging memory of the next plan ahead of time, as far as the plan is known."""
         lives = self._memory.residence
         placed = self._place(effective)
-        spilled = self._memory.spilled(placed, self._gradient_room(placed))
+        spilled = self._spilled(placed, self._gradient_room(placed))
         stay = [now if is_path(now) and then == "host" else then for now, (_, then) in zip(lives, placed, strict=True)]
         self._memory.stage([self._placement(i, placed[i][0], stay[i], spilled[i]) for i in range(len(placed))])
 
@@ -92,7 +93,7 @@ class StepPlanner:
         """
         placed = self._place(effective)
         room_bytes = self._gradient_room(placed)
-        spilled = self._memory.spilled(placed, room_bytes)
+        spilled = self._spilled(placed, room_bytes)
         plans: list[Plan] = []
 
         def attempt() -> None:
@@ -153,6 +154,9 @@ class StepPlanner:
         left = self._memory.device.capacity_bytes - self._settings.headroom_bytes - weights
         room = left - sum(self._memory.state_bytes_on_device(placed))
         return min(room, self._settings.gradient_memory_bytes or room)
+
+    def _spilled(self, placed: Sequence[tuple[str, Residence]], room_bytes: int) -> list[bool]:
+        return spilled_gradients(self._memory.layouts, self._memory.residence, placed, room_bytes)
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
         """Calls `attempt`, which places subgroups, and repeats it when a path is found to be full or unusable. The

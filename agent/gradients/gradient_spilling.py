@@ -1,0 +1,35 @@
+"""Decides which gradients are spilled: kept in host memory because the device has no room for all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidegate.agent.parameters.subgroups import Layout
+from tidegate.plan.ops import Residence
+
+
+def spilled_gradients(
+    layouts: Sequence[Layout],
+    residence: Sequence[Residence],
+    placed: Sequence[tuple[str, Residence]],
+    room_bytes: int,
+) -> list[bool]:
+    """Whether the gradient of each subgroup is spilled.
+
+    Only gradients of subgroups that are staged for an update on the device are spilled, those of the last subgroups
+    first. Gradients of residents stay on the device and use a part of the room.
+
+    layouts: the subgroups. residence: where the state of each subgroup is now. placed: processor and next residence of
+    each subgroup. room_bytes: device memory for gradients that are not used yet.
+    """
+    spilled = [False] * len(layouts)
+    staged: list[int] = []
+    for layout, (processor, lives) in zip(layouts, placed, strict=True):
+        if processor == "device" and "device" not in (lives, residence[layout.id]):
+            staged.append(layout.id)
+        elif processor == "device":
+            room_bytes -= layout.numel * layout.format.grad_bytes
+    for s in staged:
+        room_bytes -= layouts[s].numel * layouts[s].format.grad_bytes
+        spilled[s] = room_bytes < 0
+    return spilled
