@@ -89,7 +89,9 @@ def test_a_knob_is_previewed_set_on_trial_applied_measured_and_taken_back(everyt
         expect(page.get_by_text("predicted then")).to_be_visible()
         assert operator.knobs(RUN).generation == 0
         page.get_by_label("Reason", exact=True).fill("the device is no help")
-        page.get_by_text("On trial, for").click()
+        on_trial = page.get_by_text("On trial, for")
+        expect(on_trial).to_have_count(1)  # while the page is drawn anew, what was drawn before is still there
+        on_trial.click()
         press(viewer, "Set")
         notice(viewer, "It is on trial")
         expect(page.get_by_text("applied on 1 of 1 ranks")).to_be_visible()
