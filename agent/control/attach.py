@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tidegate.agent.control.attach_checks import AttachSettings
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
 
@@ -54,7 +55,8 @@ def attach(
     process that has ended on this host is taken over at once. Earlier attachments of this process with the same run and
     rank, or of this optimizer, are closed.
     """
-    return Attachment(
-        unwrapped(optimizer, "attach"), model, run=run, daemon=daemon, token=token, metrics_bind=metrics_bind,
-        metrics_port=metrics_port, advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
+    settings = AttachSettings(
+        run=run, daemon=daemon, token=token, metrics_bind=metrics_bind, metrics_port=metrics_port,
+        advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
     )  # fmt: skip
+    return Attachment(unwrapped(optimizer, "attach"), model, settings)

@@ -1,11 +1,12 @@
-"""Checks of the arguments of `attach`, and creation of the link to the daemon. Problems of the environment are logged
-as warnings, and training continues."""
+"""The settings of `attach` and their checks, and creation of the link to the daemon. Problems of the environment are
+logged as warnings, and training continues."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,46 +29,51 @@ _LONGEST_HOST: Final = 253
 """Maximum number of characters of a host name in DNS."""
 
 
-def check_arguments(
-    *,
-    run: str,
-    daemon: str | None,
-    token: object,
-    metrics_bind: str,
-    metrics_port: int,
-    advertise_host: str | None,
-    reset_knobs: bool,
-    strict: bool,
-) -> None:
-    """Raises ConfigError for arguments that are wrong in every environment."""
-    try:
-        _RUN_NAME.validate_python(run)
-    except ValidationError as error:
-        raise ConfigError(
-            f"run={_shown(run)} is not a valid name of a run: use 1 to 64 of letters, digits, '.', '_' and '-', "
-            "beginning with a letter or a digit."
-        ) from error
-    if daemon is not None:
+@dataclass(frozen=True, kw_only=True)
+class AttachSettings:
+    """The keyword arguments of `tidegate.attach`, which documents them."""
+
+    run: str
+    daemon: str | None = None
+    token: str | None = None
+    metrics_bind: str = "127.0.0.1"
+    metrics_port: int = 0
+    advertise_host: str | None = None
+    reset_knobs: bool = False
+    strict: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError for values that are wrong in every environment."""
         try:
-            check_address(daemon)
-        except DaemonError as error:
-            raise ConfigError(f"daemon={_shown(daemon)}: {error}") from error
-    if token is not None and not isinstance(token, str):
-        raise ConfigError(
-            f"token is a {type(token).__name__}, not a text: leave it out, or give the one of the daemon."
-        )
-    check_text("metrics_bind", metrics_bind, "127.0.0.1")
-    check_flag("reset_knobs", reset_knobs)
-    check_flag("strict", strict)
-    if isinstance(metrics_port, bool) or not isinstance(metrics_port, int) or not 0 <= metrics_port < 1 << 16:
-        raise ConfigError(f"metrics_port={_shown(metrics_port)} is not a port: use 1 to 65535, or 0 for any free port.")
-    if advertise_host is not None and not (
-        isinstance(advertise_host, str) and 0 < len(advertise_host) <= _LONGEST_HOST and advertise_host.isprintable()
-    ):
-        raise ConfigError(
-            f"advertise_host={_shown(advertise_host)} is not a host: give a name or an address of at most "
-            f"{_LONGEST_HOST} characters."
-        )
+            _RUN_NAME.validate_python(self.run)
+        except ValidationError as error:
+            raise ConfigError(
+                f"run={_shown(self.run)} is not a valid name of a run: use 1 to 64 of letters, digits, '.', '_' and "
+                "'-', beginning with a letter or a digit."
+            ) from error
+        if self.daemon is not None:
+            check_text("daemon", self.daemon, "http://127.0.0.1:8790")
+            try:
+                check_address(self.daemon)
+            except DaemonError as error:
+                raise ConfigError(f"daemon={_shown(self.daemon)}: {error}") from error
+        token: object = self.token
+        if token is not None and not isinstance(token, str):
+            raise ConfigError(
+                f"token is a {type(token).__name__}, not a text: leave it out, or give the one of the daemon."
+            )
+        check_text("metrics_bind", self.metrics_bind, "127.0.0.1")
+        check_flag("reset_knobs", self.reset_knobs)
+        check_flag("strict", self.strict)
+        port: object = self.metrics_port
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
+            raise ConfigError(f"metrics_port={_shown(port)} is not a port: use 1 to 65535, or 0 for any free port.")
+        host: object = self.advertise_host
+        if host is not None and not (isinstance(host, str) and 0 < len(host) <= _LONGEST_HOST and host.isprintable()):
+            raise ConfigError(
+                f"advertise_host={_shown(host)} is not a host: give a name or an address of at most {_LONGEST_HOST} "
+                "characters."
+            )
 
 
 def metrics_port_of_rank(first: int) -> int:
@@ -106,31 +112,34 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def connect(
-    daemon: str, token: str | None, hello: Callable[[], AgentHello], source: ReportSource, rank: str, strict: bool
+    settings: AttachSettings, hello: Callable[[], AgentHello], source: ReportSource, rank: int
 ) -> AgentLink | None:
-    """Creates the link to the daemon and starts its threads. None, with a warning, when that is not possible.
+    """Creates the link to the daemon and starts its threads. None when the settings name no daemon and, with a warning,
+    when the link is not possible; with `strict` a TidegateError is raised instead of the warning.
 
     hello: function that builds the registration message.
     source: object that builds the reports.
-    rank: name of run and rank, for the warning.
-    strict: raises a TidegateError instead of logging a warning.
+    rank: number of this rank, for the warning.
     """
+    if settings.daemon is None:
+        return None
     link: AgentLink | None = None
     try:
-        link = AgentLink(daemon, token or find_token("agent"), validated(hello), source)
-        link.start(strict)
+        link = AgentLink(settings.daemon, settings.token or find_token("agent"), validated(hello), source)
+        link.start(settings.strict)
         return link
     except Exception as error:
         if link is not None:
             link.leave(None)
-        if strict:
+        if settings.strict:
             if isinstance(error, TidegateError):
                 raise
             raise DaemonError(f"The link to the daemon cannot start: {type(error).__name__}: {error}.") from error
         reason = str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}."
         log.warning(
-            "%s has no link to the daemon: %s Training goes on, its knobs stay as they are and its metrics are served.",
-            rank, reason, extra=event("link_refused", reason=reason),
+            "run %s, rank %d has no link to the daemon: %s Training goes on, its knobs stay as they are and its "
+            "metrics are served.",
+            settings.run, rank, reason, extra=event("link_refused", reason=reason),
         )  # fmt: skip
         return None
 

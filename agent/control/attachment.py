@@ -12,7 +12,7 @@ import torch
 
 from tidegate.agent.control import attachment_registry
 from tidegate.agent.control.attach_checks import (
-    check_arguments,
+    AttachSettings,
     configure_logs,
     connect,
     metrics_port_of_rank,
@@ -52,29 +52,14 @@ class Attachment:
     applied_at: (generation of knobs, first step with it), oldest first. Steps are numbered as the optimizer counts.
     """
 
-    def __init__(
-        self,
-        optimizer: AdamW,
-        model: torch.nn.Module | None = None,
-        *,
-        run: str,
-        daemon: str | None = None,
-        token: str | None = None,
-        metrics_bind: str = "127.0.0.1",
-        metrics_port: int = 0,
-        advertise_host: str | None = None,
-        reset_knobs: bool = False,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: AdamW, model: torch.nn.Module | None, settings: AttachSettings) -> None:
+        """`settings`: the keyword arguments of `attach`."""
         self._ranks = Ranks.current()
-        self.run, self.rank, self.world_size = run, self._ranks.rank, self._ranks.count
+        self.run, self.rank, self.world_size = settings.run, self._ranks.rank, self._ranks.count
         with raise_on_all_ranks(self._ranks):
-            check_arguments(
-                run=run, daemon=daemon, token=token, metrics_bind=metrics_bind, metrics_port=metrics_port,
-                advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
-            )  # fmt: skip
-            configure_logs(strict)
-            self._close_conflicting(optimizer, strict)
+            settings.check()
+            configure_logs(settings.strict)
+            self._close_conflicting(optimizer, settings.strict)
         optimizer.wait()  # a step that runs already is not recorded
         optimizer.follow_params()
         self.applied_at: list[tuple[int, int]] = [(0, optimizer.num_steps + 1)]
@@ -85,19 +70,17 @@ class Attachment:
         self._decided: tuple[int, int] | None = None
         """Epoch and generation of the last decision of the daemon that was applied or refused."""
         self.recorder = Recorder(optimizer)
-        self._messages = RankMessages(optimizer, self.recorder, run, self._ranks)
+        self._messages = RankMessages(optimizer, self.recorder, self.run, self._ranks)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
         self.link: AgentLink | None = None
         with ExitStack() as undo:
             with raise_on_all_ranks(self._ranks):
-                self._metrics = RankMetrics(
-                    optimizer, self.recorder, metrics_bind, metrics_port_of_rank(metrics_port), strict
-                )
+                port = metrics_port_of_rank(settings.metrics_port)
+                bind = settings.metrics_bind
+                self._metrics = RankMetrics(optimizer, self.recorder, bind, port, settings.strict)
                 undo.callback(self._stop)
-                self.metrics_address = f"{advertise_host or metrics_bind}:{self._metrics.port}"
-                if daemon is not None:
-                    who = f"run {run}, rank {self.rank}"
-                    self.link = connect(daemon, token, lambda: self._hello(reset_knobs), self._messages, who, strict)
+                self.metrics_address = f"{settings.advertise_host or bind}:{self._metrics.port}"
+                self.link = connect(settings, lambda: self._hello(settings.reset_knobs), self._messages, self.rank)
             self._synchronize(optimizer.num_steps + 1)
             undo.pop_all()
         self._phases = PhaseHooks(optimizer)
@@ -262,9 +245,7 @@ class Attachment:
     def _synchronize(self, next_step: int) -> BoundaryMessage:
         """Exchanges a message with all ranks. If all ranks know the same committed generation, each rank applies its
         knobs; otherwise none does. Returns the agreed values."""
-        committed = (
-            self.link.committed if self.link is not None else None
-        )  # read once: the link's thread may replace it
+        committed = self.link.committed if self.link is not None else None  # read once: the link may replace it
         agreed = agree(self._ranks, self.tuning.boundary_message(committed.generation if committed is not None else 0))
         self._apply_committed(next_step, committed, agreed.generation)
         return agreed

@@ -38,6 +38,7 @@ class StepPlanner:
         self.subgroups = tuple(layout.subgroup() for layout in memory.layouts)
         self._memory, self._residences = memory, residences
         self._settings, self._host_slots = settings, host_slots
+        self._largest_gradient_bytes = _largest_gradient_bytes(memory.layouts)
         self._plans: dict[Hashable, Plan] = {}
         """Cache of plans. The key consists of the inputs of the planner, except for the expected order of gradients: a
         cached plan keeps the order that was expected when the plan was made."""
@@ -47,6 +48,7 @@ class StepPlanner:
     def extend(self, layouts: Sequence[Layout]) -> None:
         """Appends subgroups."""
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
+        self._largest_gradient_bytes = max(self._largest_gradient_bytes, _largest_gradient_bytes(layouts))
         self._plans.clear()
 
     @property
@@ -119,7 +121,7 @@ class StepPlanner:
             gradients = sum(s.nbytes("gradient") for s in subgroups)
         else:
             # Gradients are released as they arrive: a backward needs room for the gradient of the largest parameter.
-            gradients = max(_gradient_bytes([*self._memory.layouts, *more]).values(), default=0)
+            gradients = max(self._largest_gradient_bytes, _largest_gradient_bytes(more))
         self._memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
         if self._residences is not None:
             self._residences.check(subgroups, effective)
@@ -194,10 +196,11 @@ class StepPlanner:
         return self._plans[key]
 
 
-def _gradient_bytes(layouts: Iterable[Layout]) -> Counter[int]:
-    """Bytes of the gradient of each parameter, by its number, in the dtype of the gradient."""
+def _largest_gradient_bytes(layouts: Iterable[Layout]) -> int:
+    """Bytes of the largest gradient of a parameter, in the dtype of the gradient. All subgroups of each parameter must
+    be among the layouts."""
     nbytes = Counter[int]()
     for layout in layouts:
         for segment in layout.segments:
             nbytes[segment.param] += segment.numel * layout.format.grad_bytes
-    return nbytes
+    return max(nbytes.values(), default=0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.kernels.forked_child import in_child
 from tidegate import kernels
 from tidegate.kernels import GradDtype, ThreadPool
 from tidegate.kernels.arithmetic import oracle
@@ -26,18 +26,6 @@ def workers() -> list[Path]:
 
 def total(pool: ThreadPool) -> float:
     return kernels.sum_of_squares(pool, ELEMENTS.ctypes.data, len(ELEMENTS), GradDtype.F32)[0]
-
-
-def in_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` is true in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        ok = False
-        try:
-            ok = work()
-        finally:
-            os._exit(0 if ok else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.fixture(autouse=True)

@@ -86,18 +86,30 @@ def without_a_dependency(plan: Plan) -> Iterable[Plan]:
             yield with_op(plan, replace(op, deps=tuple(d for d in op.deps if d != dep)))
 
 
-def with_two_slots_swapped(plan: Plan) -> Iterable[Plan]:
+def with_two_swapped(plan: Plan, field: str) -> Iterable[Plan]:
+    """Two ops with each other's value of a field."""
     for a in plan.ops:
         for b in plan.ops[a.id + 1 :]:
-            if a.slot != b.slot:
-                yield with_op(with_op(plan, replace(a, slot=b.slot)), replace(b, slot=a.slot))
+            of_a, of_b = getattr(a, field), getattr(b, field)
+            if of_a != of_b:
+                yield with_op(with_op(plan, replace(a, **{field: of_b})), replace(b, **{field: of_a}))
+
+
+def with_one_changed(plan: Plan, field: str, values: Iterable[object]) -> Iterable[Plan]:
+    """One op with another value of a field."""
+    values = list(values)
+    for op in plan.ops:
+        for value in values:
+            if value != getattr(op, field):
+                yield with_op(plan, replace(op, **{field: value}))  # type: ignore[arg-type]
+
+
+def with_two_slots_swapped(plan: Plan) -> Iterable[Plan]:
+    return with_two_swapped(plan, "slot")
 
 
 def with_a_slot_changed(plan: Plan) -> Iterable[Plan]:
-    for op in plan.ops:
-        for slot in [None, *range(-1, plan.num_slots + 1)]:
-            if slot != op.slot:
-                yield with_op(plan, replace(op, slot=slot))
+    return with_one_changed(plan, "slot", [None, *range(-1, plan.num_slots + 1)])
 
 
 def without_an_op(plan: Plan) -> Iterable[Plan]:

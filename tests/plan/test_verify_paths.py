@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.plan.test_verify import DAMAGES, AnyClock, renumbered, sizes, with_op
+from tests.plan.test_verify import DAMAGES, AnyClock, renumbered, sizes, with_one_changed, with_op, with_two_swapped
 from tidegate.errors import PlanError
 from tidegate.plan import Op, OpKind, Placement, Plan, Subgroup, effects, make_plan, verify
 from tidegate.plan.dependencies import with_dependencies
@@ -58,24 +58,15 @@ def plans(draw: st.DrawFn, min_subgroups: int = 0) -> Plan:
 
 
 def with_two_host_slots_swapped(plan: Plan) -> Iterable[Plan]:
-    for a in plan.ops:
-        for b in plan.ops[a.id + 1 :]:
-            if a.host_slot != b.host_slot:
-                yield with_op(with_op(plan, replace(a, host_slot=b.host_slot)), replace(b, host_slot=a.host_slot))
+    return with_two_swapped(plan, "host_slot")
 
 
 def with_a_host_slot_changed(plan: Plan) -> Iterable[Plan]:
-    for op in plan.ops:
-        for slot in [None, *range(-1, plan.num_host_slots + 1)]:
-            if slot != op.host_slot:
-                yield with_op(plan, replace(op, host_slot=slot))
+    return with_one_changed(plan, "host_slot", [None, *range(-1, plan.num_host_slots + 1)])
 
 
 def with_another_path(plan: Plan) -> Iterable[Plan]:
-    for op in plan.ops:
-        for path in (None, *PATHS, "elsewhere"):
-            if path != op.path:
-                yield with_op(plan, replace(op, path=path))
+    return with_one_changed(plan, "path", (None, *PATHS, "elsewhere"))
 
 
 def with_a_copy_the_wrong_way(plan: Plan) -> Iterable[Plan]:

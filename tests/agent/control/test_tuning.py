@@ -11,7 +11,6 @@ import pytest
 import tidegate
 from tests.agent.training import Training
 from tidegate.agent.control import tuning as tuning_module
-from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
@@ -72,7 +71,7 @@ def test_it_asks_the_model_of_the_run_and_moves_to_what_it_says(
 )
 def test_what_is_pinned_is_not_moved(tmp_path: Path, knobs: Knobs, free: set[str]) -> None:
     training = Training(paths=two(tmp_path), host_cache=0)
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="pinned") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="pinned") as attachment:
         optimizer.apply_knobs(knobs)
         assert attachment.tuning.tunable == free
 
@@ -85,7 +84,7 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
         asked.append(rank.capacity)
 
     monkeypatch.setattr(tuning_module, "find_move", watched)
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="retired") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="retired") as attachment:
         training.step()
         assert attachment.tuning._search() is None
         assert optimizer.engine.store is not None
@@ -101,7 +100,7 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
 
 def test_without_paths_there_is_no_order_to_choose() -> None:
     training = Training(stride="auto")
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="none") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="none") as attachment:
         assert attachment.tuning.tunable == {"stride"}
 
 
@@ -109,7 +108,7 @@ def test_without_paths_there_is_no_order_to_choose() -> None:
 def test_a_link_that_slows_down_for_good_gets_new_rates_and_keeps_its_ceiling() -> None:
     """To a twentieth: no busy machine looks like that. The next look comes at once."""
     training = Training(stride="auto")
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="drift") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="drift") as attachment:
         recorder, tuner = attachment.recorder, attachment.tuning.tuner
         for _ in range(WINDOW_STEPS):
             training.step()
@@ -139,7 +138,7 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
     monkeypatch.setattr(cache_module, "host_available_bytes", lambda: 0)
     training = Training(stride="off", order="pinned", paths=two(tmp_path))
     monkeypatch.setattr(cache_module, "host_available_bytes", host_available_bytes)
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="cache") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="cache") as attachment:
         tuning = attachment.tuning
         assert tuning.tunable == {"host_cache"}
         assert optimizer.engine.effective.host_cache_bytes == 0
@@ -165,7 +164,7 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
 
 def test_what_is_pinned_is_not_what_auto_means_later(tmp_path: Path) -> None:
     training = Training(paths=two(tmp_path), host_cache=0)
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="pinned") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="pinned") as attachment:
         optimizer.set_auto(stride=2.0, alternate=False)
         optimizer.apply_knobs(Knobs(stride=7.0, host_cache=0))
         now = optimizer.engine.effective
@@ -177,7 +176,7 @@ def test_what_is_pinned_is_not_what_auto_means_later(tmp_path: Path) -> None:
 
 def test_a_recalibration_while_ranks_tell_each_other_is_told_the_next_time() -> None:
     training = Training(stride="auto")
-    with training.optimizer as optimizer, Attachment(optimizer, training.model, run="late") as attachment:
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="late") as attachment:
         tuning, recorder = attachment.tuning, attachment.recorder
         said = tuning.boundary_message(0)
         recorder._live.recalibrations = 1

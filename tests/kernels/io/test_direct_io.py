@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.examples import examples
+from tests.kernels.forked_child import in_child
 from tidegate import kernels
 from tidegate.kernels import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
 
@@ -57,18 +58,6 @@ def checksums(buffer: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint32]
 
 def is_direct(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-def in_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` is true in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        ok = False
-        try:
-            ok = work()
-        finally:
-            os._exit(0 if ok else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.fixture(autouse=True)
