@@ -137,9 +137,9 @@ class ControlPlane:
         # A second report with the same generation: the agent will not report the first step with it separately.
         if report.generation == member.reported_generation:
             self._applied(run, member, report.generation, report.step)
-        member.reported_generation = report.generation
         self._effects.measure(run, rank)
         self._trials.evaluate(run)
+        member.reported_generation = report.generation  # last: a report that the database stops is given here again
         data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
         self.registry.publish(run, "report", data)
         if report.finished:
