@@ -143,15 +143,15 @@ class Training:
         """
         phases, optimizer = self.optimizer.phases, self.optimizer
         watch = Stopwatch(phases)
-        began, exposed, blocked = optimizer.backward_began, phases.exposed, phases.blocked
+        began, exposed, blocked = optimizer._backward_began, phases.exposed, phases.blocked
         timed = types.MethodType(lambda *_: watch.either(began), optimizer)  # hooks hold methods weakly
-        optimizer.backward_began = timed  # type: ignore[method-assign]
+        optimizer._backward_began = timed  # type: ignore[method-assign]
         phases.exposed = lambda: Timed(watch, exposed())  # type: ignore[method-assign,return-value,assignment]
         phases.blocked = lambda seconds: watch.either(lambda: blocked(seconds))  # type: ignore[method-assign]
         for step in range(2 * steps):
             watch.sign = -1 if step % 2 else 1
             self.step()
-        del optimizer.backward_began, phases.exposed, phases.blocked
+        del optimizer._backward_began, phases.exposed, phases.blocked
         return watch.seconds / steps + self._model_hooks_seconds()
 
     def _model_hooks_seconds(self, calls: int = 500) -> float:

@@ -70,7 +70,7 @@ def measured(training: Training, options: argparse.Namespace) -> dict[str, Any]:
     halved = sweep(training, options.rounds)
     pace(training, options.link)
     worst = max(before, key=before.__getitem__)
-    training.optimizer.set_auto(stride=worst)
+    training.optimizer._set_auto(stride=worst)
     training.optimizer.apply_knobs(Knobs(stride="auto"))
     with tidegate.attach(training.optimizer, None, run="tuner") as attachment:
         said = attachment.tuning.tuner

@@ -15,6 +15,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 PIECE_BYTES: Final = 1_024
 """Bytes that are parsed at once, which contain about fifty requests at most."""
+WHOLE_BYTES: Final = 4_096
+WHOLE_LINES: Final = 64
+"""Received bytes up to this size, with at most so many line ends, are parsed at once. A request has at least two line
+ends, so these bytes contain 32 requests at most."""
 
 
 class HeldFlowControl(FlowControl):
@@ -46,7 +50,10 @@ class PipelinedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed = memoryview(bytes(self._unparsed) + data) if self._unparsed else memoryview(data)
+        if not (self._unparsed or self.pipeline) and len(data) <= WHOLE_BYTES and data.count(b"\n") <= WHOLE_LINES:
+            self.take(data)
+        else:
+            self._unparsed = memoryview(bytes(self._unparsed) + data) if self._unparsed else memoryview(data)
         self._parse_on()
 
     def on_response_complete(self) -> None:

@@ -61,7 +61,8 @@ class SpareFiles:
                 self._store.storage_path(name).add_spare(layout.id)
 
     def add_for(self, layout: Layout) -> bool:
-        """Creates a spare file for a subgroup that is stored on a path; False when the path has no space for it."""
+        """Creates a spare file for a subgroup that is stored on a path. False when it cannot be created: no space, no
+        free file descriptor, or another I/O error."""
         path = self._store.storage_path(self._engine.memory.residence[layout.id])
         if path.has_spare(layout.id):
             return True

@@ -98,8 +98,9 @@ class StateCopies:
         held = frozenset(s for s in background.held if spares.add_for(layouts[s]))
         if len(held) < len(background.held):
             log.warning(
-                "checkpoint %s: %d of %d subgroups are copied while training waits, as their paths have no space for "
-                "spare files", folder.parent, len(background.held) - len(held), len(background.held),
+                "checkpoint %s: %d of %d subgroups are copied while training waits, because spare files for them could "
+                "not be created on their paths (no space, or no free file descriptor)",
+                folder.parent, len(background.held) - len(held), len(background.held),
             )  # fmt: skip
         with IoPool(THREADS) as pool:
             for layout in layouts:

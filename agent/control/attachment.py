@@ -61,7 +61,7 @@ class Attachment:
             configure_logs(settings.strict)
             self._close_conflicting(optimizer, settings.strict)
         optimizer.wait()  # a step that runs already is not recorded
-        optimizer.follow_params()
+        optimizer._follow_params()
         self.applied_at: list[tuple[int, int]] = [(0, optimizer.num_steps + 1)]
         self._optimizer = optimizer
         self._pid = os.getpid()

@@ -37,7 +37,7 @@ class PhaseHooks:
             for tensor in _tensors(output):
                 # The gradient of an output is computed first in a backward. The hook must not keep the optimizer alive
                 # through a loss that is kept.
-                tensor.register_hook(ModelHook(self._optimizer.backward_began))
+                tensor.register_hook(ModelHook(self._optimizer._backward_began))
                 break
 
 

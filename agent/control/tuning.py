@@ -129,7 +129,7 @@ class Tuning:
         values are refused, the error: then nothing has changed."""
         tunable = self.tunable
         try:
-            self._optimizer.set_auto(
+            self._optimizer._set_auto(
                 stride=wanted.stride if "stride" in tunable else None,
                 alternate=wanted.alternate if "order" in tunable else None,
                 cache_bytes=wanted.host_cache_bytes if "host_cache" in tunable else None,
@@ -214,7 +214,7 @@ class Tuning:
     def _ample_cache(self) -> int:
         """Bytes of the largest host cache that the free memory allows; 0 when the tuner may not change the host
         cache."""
-        return self._optimizer.automatic_cache_bytes() if "host_cache" in self.tunable else 0
+        return self._optimizer._automatic_cache_bytes() if "host_cache" in self.tunable else 0
 
     def _fits(self, effective: EffectiveKnobs) -> bool:
         """Whether the engine has the memory for these knobs."""

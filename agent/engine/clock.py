@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Clock(Protocol):
+class ExecutorClock(Protocol):
     """Interface: clock and condition variable of the executor. All threads of the executor wait with `wait_for`."""
 
     @property

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Event
-from tidegate.agent.engine.clock import Clock
+from tidegate.agent.engine.clock import ExecutorClock
 from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
 from tidegate.agent.engine.plan_progress import IssuedOp, PlanProgress, RunningOp
@@ -57,7 +57,7 @@ class Executor:
     def __init__(
         self,
         runner: OpRunner,
-        clock: Clock,
+        clock: ExecutorClock,
         *,
         lanes: Sequence[str] = LANES,
         ahead: Collection[str] = (),
@@ -339,7 +339,9 @@ class Executor:
             )  # fmt: skip
 
 
-def _serve(executor_ref: weakref.ref[Executor], clock: Clock, lane: str, on_end: Callable[[], None] | None) -> None:
+def _serve(
+    executor_ref: weakref.ref[Executor], clock: ExecutorClock, lane: str, on_end: Callable[[], None] | None
+) -> None:
     """Main function of a lane thread. It keeps the executor alive only while an op runs, so that an executor which is
     no longer used can be collected."""
     try:
@@ -368,7 +370,7 @@ def _is_due(executor_ref: weakref.ref[Executor], lane: str) -> bool:
     return executor is None or executor.closed or executor._next(lane) is not None
 
 
-def _wake(clock: Clock) -> None:
+def _wake(clock: ExecutorClock) -> None:
     with clock.lock:
         clock.notify()
 

@@ -133,7 +133,7 @@ class DdpOverlap:
     `optimizer.close()`."""
 
     def __init__(self, optimizer: AdamW, model: DistributedDataParallel) -> None:
-        optimizer.follow_params()
+        optimizer._follow_params()
         self._hook = _hook_of(model)
         self._receiver = self._hook.join(optimizer)
         optimizer.engine.gradients_come_reduced = True

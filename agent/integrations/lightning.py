@@ -78,7 +78,7 @@ class TidegateCallback(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if self._optimizer is not None:
             self._optimizer.phases.enter("other")
-            loss.register_hook(ModelHook(self._optimizer.backward_began))
+            loss.register_hook(ModelHook(self._optimizer._backward_began))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

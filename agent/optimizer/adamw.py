@@ -104,7 +104,7 @@ class AdamW(OffloadedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.wait()
-        self.follow_params()
+        self._follow_params()
         has_gradients = self.engine.gradients.any_in_sums or any(p.grad is not None for p in self._params)
         self._ineffective.observe_call(len(self._params), has_gradients)
         if not has_gradients:
@@ -146,7 +146,7 @@ class AdamW(OffloadedOptimizer):
         self.phases.enter("other")
         self._step_results.end_step()
 
-    def wait_for_weights(self, params: Collection[int]) -> None:
+    def _wait_for_weights(self, params: Collection[int]) -> None:
         """Makes device work that is enqueued from now on wait for the update of `params`, parameters by their number
         through all `param_groups`."""
         if self.engine.running:
@@ -163,7 +163,7 @@ class AdamW(OffloadedOptimizer):
         """Number of updates of each parameter."""
         return tuple(self._steps)
 
-    def phases_so_far(self) -> tuple[PhaseSpan, ...]:
+    def _phases_so_far(self) -> tuple[PhaseSpan, ...]:
         """Phases of the steps that observers have not received yet, including the current phase up to now. May be
         called from any thread."""
         return self._step_results.phases_so_far()
@@ -233,7 +233,7 @@ class AdamW(OffloadedOptimizer):
         Raises ConfigError, with nothing changed, if the state belongs to another model or is not a state of AdamW.
         """
         self.engine.require_loadable()
-        self.follow_params()
+        self._follow_params()
         given = state_dicts.apply_load_pre_hooks(self, state_dict)
         state, others = state_dicts.by_position(given)
         state_dicts.check(given["param_groups"], state, self._params)
@@ -255,9 +255,9 @@ class AdamW(OffloadedOptimizer):
             hook(self)
 
     def _follow_before_first_step(self) -> None:
-        """Calls `follow_params` before the first update only: later, state can be read wherever the parameters are."""
+        """Calls `_follow_params` before the first update only: later, state can be read wherever the parameters are."""
         if not self._has_stepped:
-            self.follow_params()
+            self._follow_params()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by torch: sets loaded param groups, adds the keys that groups of older versions lack, and sets the
@@ -332,7 +332,7 @@ class AdamW(OffloadedOptimizer):
         until a complete checkpoint is loaded.
         """
         self.engine.require_loadable()
-        self.follow_params()
+        self._follow_params()
         if self.engine.usable:
             self.wait()
         found = self._checkpoints.find(directory, step)
@@ -369,7 +369,7 @@ class AdamW(OffloadedOptimizer):
             return
         self.wait()
         self.engine.require_usable()
-        self.follow_params()
+        self._follow_params()
         self.engine.drop_plan()
         with DelayInterrupt():
             self._add_param_group(param_group)

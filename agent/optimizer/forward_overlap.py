@@ -29,7 +29,7 @@ class ForwardOverlap:
     `optimizer.close()`."""
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
-        optimizer.follow_params()
+        optimizer._follow_params()
         self._optimizer = optimizer
         self._model = model
         self._numbers: dict[int, int] = {}
@@ -88,14 +88,14 @@ class ForwardOverlap:
         if not torch.is_grad_enabled() or not module.training:
             self._optimizer.wait()
         else:
-            self._optimizer.wait_for_weights(numbers)
+            self._optimizer._wait_for_weights(numbers)
 
     def _before_model(self, model: torch.nn.Module, *_: Any) -> None:
         self._stop_learning()  # an aborted forward may have left a learner
         if not torch.is_grad_enabled() or not model.training:
             self._optimizer.wait()
         elif self._optimizer.background:
-            self._optimizer.wait_for_weights(self._read_early)
+            self._optimizer._wait_for_weights(self._read_early)
         else:
             self._learner = _ReadsBeforeCall(self._numbers)
             self._learner.__enter__()  # type: ignore[no-untyped-call]

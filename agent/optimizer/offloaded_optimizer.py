@@ -115,7 +115,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.close()
             raise
-        self.engine.gradients.watch(self.gradient_arrived)
+        self.engine.gradients.watch(self._gradient_arrived)
 
     def wait(self) -> None:
         """Waits until all weights are updated; needed where `step()` returns earlier (`tidegate.overlap_forward`)."""
@@ -125,12 +125,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # ---- arrival of gradients
 
-    def backward_began(self, *_: Any) -> None:
+    def _backward_began(self, *_: Any) -> None:
         """To be called by hooks inside a backward pass: begins the phase `backward`, which lasts until the pass
         ends."""
         self._backward_passes.began(self.param_groups, self.num_steps)
 
-    def gradient_arrived(self, param: int) -> None:
+    def _gradient_arrived(self, param: int) -> None:
         """Tells the engine that a gradient has arrived, and records how long this takes. This runs for each gradient,
         so it must be cheap.
 
@@ -145,7 +145,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 return
             param = number
         if task != NO_BACKWARD and not self._backward_passes.is_noticed(task):
-            self.backward_began()
+            self._backward_began()
         began = time.monotonic()
         self.phases.gradient_arrived(began)
         try:
@@ -168,7 +168,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.effective = self._effective(knobs)
         self.engine.stage()
 
-    def set_auto(
+    def _set_auto(
         self, *, stride: float | Off | None = None, alternate: bool | None = None, cache_bytes: int | None = None
     ) -> None:
         """Sets the values that `auto` stands for, for the next step and later ones; None leaves a value unchanged.
@@ -194,7 +194,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _effective(self, knobs: Knobs) -> EffectiveKnobs:
         return self._auto.effective(knobs, self.offload.policy)
 
-    def automatic_cache_bytes(self) -> int:
+    def _automatic_cache_bytes(self) -> int:
         """Bytes that `auto` allows for the host cache, from the host memory that is free now or taken by this
         optimizer."""
         held_bytes = sum(self.engine.memory.host_bytes().values())
@@ -216,7 +216,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._state = OffloadedState(self)
         self._state.replace(given)
 
-    def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """All state of the parameter `param`, read from where it is stored."""
         self.wait()
         self.engine.require_usable()
@@ -227,12 +227,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return state_dicts.gather(self.engine, self._params, steps)[index]
 
     @torch.no_grad()
-    def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
+    def _reset_state(self, params: Collection[torch.Tensor] | None) -> None:
         """Resets the state of `params` (None for all parameters) to that of a new optimizer."""
         if "engine" not in self.__dict__ or not self.engine.usable:
             return
         self.wait()
-        self.follow_params()
+        self._follow_params()
         self.engine.drop_plan()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
@@ -255,7 +255,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # ---- parameters that are moved, converted or replaced
 
-    def follow_params(self) -> None:
+    def _follow_params(self) -> None:
         """Adapts to parameters that were moved, converted or replaced; to be called before parameters are used.
 
         Before the first update, device and engine are rebuilt if parameters are on another device, have another dtype,
@@ -275,9 +275,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._rebuild_engine(params, name_of(self.param_groups, moved))
 
     def _current_number(self, param: int) -> int | None:
-        """Calls `follow_params`, and returns the new number of the parameter; None when it is in no group any more."""
+        """Calls `_follow_params`, and returns the new number of the parameter; None when it is in no group any more."""
         whole = self._params[param]
-        self.follow_params()
+        self._follow_params()
         if param < len(self._params) and self._params[param] is whole:
             return param
         return next((number for number, one in enumerate(self._params) if one is whole), None)
@@ -325,7 +325,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ineffective.watch(len(params))
         self._step_results.engine = self._checkpoints.engine = engine
         self.phases.take_peak_bytes = device.take_peak_bytes
-        engine.gradients.watch(self.gradient_arrived)
+        engine.gradients.watch(self._gradient_arrived)
 
     # ---- life
 
@@ -361,18 +361,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     @property
-    def is_mid_step(self) -> bool:
+    def _is_mid_step(self) -> bool:
         """Whether closing now would break a step, or lose gradients that have no other copy."""
         gradients = self.engine.gradients
         held = gradients.any_released or gradients.any_in_sums or gradients.accumulating
         return self.engine.usable and (self._step_guard.is_stepping or held)
 
     @property
-    def is_of_this_process(self) -> bool:
+    def _is_of_this_process(self) -> bool:
         """False in a forked child that has inherited the optimizer."""
         return os.getpid() == self._pid
 
-    def close_for_new_owner(self) -> None:
+    def _close_for_new_owner(self) -> None:
         """Closes this optimizer because another one takes its parameters."""
         self._why_closed = "it was closed when another optimizer took its parameters"
         self.close()

@@ -35,10 +35,10 @@ UNDECLARED_VIEW_OPS = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe
 class StateOwner(Protocol):
     """The optimizer that a state view belongs to."""
 
-    def read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """All state of this parameter, in the form of `state_dict`."""
 
-    def reset_state(self, params: Collection[torch.Tensor] | None) -> None:
+    def _reset_state(self, params: Collection[torch.Tensor] | None) -> None:
         """Resets the state of these parameters, or of all parameters for None."""
 
 
@@ -245,7 +245,7 @@ class OffloadedState(defaultdict[Any, Any]):
                 raise ConfigError(
                     "The optimizer of this state no longer exists: call its state_dict() while you still hold it."
                 )
-            return shard_of(optimizer.read_state(whole)[name])
+            return shard_of(optimizer._read_state(whole)[name])
 
         if name == "step":
             return OffloadedTensor(torch.empty((), device="meta"), torch.float32, read)
@@ -345,7 +345,7 @@ class OffloadedState(defaultdict[Any, Any]):
     def _reset(self, params: list[torch.Tensor] | None) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.reset_state(params)
+            owner._reset_state(params)
 
 
 def user_entries(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,14 @@ class Owner(Protocol):
     """An optimizer that holds parameters."""
 
     @property
-    def is_mid_step(self) -> bool:
+    def _is_mid_step(self) -> bool:
         """Whether closing this optimizer now would break a step or lose gradients."""
 
     @property
-    def is_of_this_process(self) -> bool:
+    def _is_of_this_process(self) -> bool:
         """False in a forked child that has inherited the optimizer."""
 
-    def close_for_new_owner(self) -> None:
+    def _close_for_new_owner(self) -> None:
         """Closes this optimizer because another one takes its parameters."""
 
 
@@ -82,13 +82,13 @@ def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
         if other is not None:
             others.setdefault(id(other), (other, []))[1].append(index + first)
     for other, indices in others.values():
-        if not other.is_of_this_process:
+        if not other._is_of_this_process:
             raise ParameterError(
                 f"Parameter {indices[0]} belongs to a Tidegate optimizer of the process that this one was forked "
                 "from, whose hooks are still on it. Fork before the optimizer is built, or train a "
                 "copy.deepcopy() of the model."
             )
-        if other.is_mid_step:
+        if other._is_mid_step:
             raise ParameterError(
                 f"Parameter {indices[0]} belongs to another Tidegate optimizer, which is in the middle of a step. Let "
                 "its step() end; or drop its gradients with its zero_grad() and close() it."
@@ -101,7 +101,7 @@ def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
             len(indices), indices[0],
         )  # fmt: skip
         try:
-            other.close_for_new_owner()
+            other._close_for_new_owner()
         except Exception:
             log.exception("an earlier optimizer could not be closed completely")
 

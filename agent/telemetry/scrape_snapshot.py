@@ -61,7 +61,7 @@ def read_current_state(
 ) -> CurrentState:  # fmt: skip
     """Reads the current state; may be called from any thread. `capacities`: capacity of each path in bytes, read once
     at the start."""
-    phases = optimizer.phases_so_far()
+    phases = optimizer._phases_so_far()
     return CurrentState(
         now=time.monotonic(),
         phases=phases,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final, ParamSpec, TypeVar
@@ -44,9 +45,7 @@ class Turns:
         turns of other callers in between. So `decide` must change nothing if its first write fails. After a wait
         without success, later turns do not wait until one has obtained the lock.
         """
-        timeout, loop = self._store.lock_timeout, asyncio.get_running_loop()
-        call = functools.partial(decide, *args, **more)
-        deadline = loop.time() + WAIT_SECONDS
+        timeout, deadline = self._store.lock_timeout, time.monotonic() + WAIT_SECONDS
         while True:
             if self._lock.locked() or self._num_waiting:
                 await self._wait_for_lock()
@@ -54,11 +53,11 @@ class Turns:
                 await self._lock.acquire()  # returns at once, and costs no timer
             timeout.at_once = True
             try:
-                return await greenlet_spawn(call)
+                return await greenlet_spawn(functools.partial(decide, *args, **more))
             except OperationalError as error:
                 if not is_busy(error):
                     raise
-                if timeout.gave_up or loop.time() >= deadline:
+                if timeout.gave_up or time.monotonic() >= deadline:
                     timeout.gave_up = True
                     raise
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from typing import Annotated, Final
@@ -12,13 +13,11 @@ from pydantic import BaseModel, Field
 from tidegate.daemon.control import serializers
 from tidegate.daemon.problems import ProblemError, problem_responses
 from tidegate.daemon.routes.dependencies import (
-    TOKEN_CHECK_SECONDS,
     OwnAgent,
+    OwnToken,
     Plane,
     RequestCaller,
-    TokenCheck,
     Wait,
-    require_valid_token,
 )
 from tidegate.daemon.routes.fast_route import FastRoute
 from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
@@ -81,7 +80,7 @@ async def report(plane: Plane, agent: OwnAgent, message: AgentReport) -> Lease:
 
 @fast_router.get("/{agent}/directive", dependencies=[READ_OF_ANY_RUN])
 async def directive(
-    plane: Plane, agent: OwnAgent, token_is_valid: TokenCheck, message: Annotated[DirectiveQuery, Query()]
+    plane: Plane, agent: OwnAgent, token: OwnToken, message: Annotated[DirectiveQuery, Query()]
 ) -> Directive:
     """Long poll for the rank's directive: returns at once if it is newer than what the caller knows, else after at most
     `wait` seconds. 401 when the token expires or is withdrawn during the wait."""
@@ -93,13 +92,15 @@ async def directive(
         left = deadline - time.monotonic()
         if current.committed > message.committed or has_new_proposal or left <= 0 or plane.closing:
             return current
-        await run.directive_notifier.wait(min(left, TOKEN_CHECK_SECONDS), agent)
-        require_valid_token(token_is_valid)
+        notifier = run.directive_notifier
+        with token.call_at_end(functools.partial(notifier.notify, agent)):
+            await notifier.wait(left, agent)
+        token.require_valid()
 
 
 @fast_router.post("/{agent}/votes", dependencies=[AGENT_OF_ANY_RUN])
 async def vote(
-    plane: Plane, agent: OwnAgent, token_is_valid: TokenCheck, message: Vote, query: Annotated[WaitQuery, Query()]
+    plane: Plane, agent: OwnAgent, token: OwnToken, message: Vote, query: Annotated[WaitQuery, Query()]
 ) -> Directive:
     """Takes the rank's vote on proposed knobs: whether it can use them. Returns when the proposal is decided, or after
     `wait` seconds."""
@@ -110,8 +111,10 @@ async def vote(
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return serializers.directive(run, member.hello.rank)
-        await run.directive_notifier.wait(min(left, TOKEN_CHECK_SECONDS), agent)
-        require_valid_token(token_is_valid)
+        notifier = run.directive_notifier
+        with token.call_at_end(functools.partial(notifier.notify, agent)):
+            await notifier.wait(left, agent)
+        token.require_valid()
 
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])

@@ -6,6 +6,8 @@ All of them are async functions: FastAPI would run others in a thread at each re
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
@@ -16,8 +18,6 @@ from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 
 MAX_WAIT_SECONDS = 60.0
-TOKEN_CHECK_SECONDS = 1.0
-"""Interval at which a waiting request checks whether its token is still valid."""
 
 
 async def _plane(request: Request) -> ControlPlane:
@@ -54,21 +54,33 @@ async def _own_agent(request: Request, agent: str) -> str:
     return own_agent(request.app.state.plane, request.state.caller, agent)
 
 
-def token_check(tokens: Tokens, authorization: str) -> Callable[[], bool]:
-    """A function that checks whether the token of an Authorization header is still valid."""
-    token = bearer(authorization)
-    return lambda: isinstance(tokens.check(token), Caller)
+@dataclass(frozen=True, slots=True)
+class RequestToken:
+    """The token of a request that may wait for a long time, during which the token may end."""
+
+    tokens: Tokens
+    token: str
+
+    def is_valid(self) -> bool:
+        return self.tokens.is_valid(self.token)
+
+    def require_valid(self) -> None:
+        """Raises a 401 problem if the token was withdrawn or has expired while the request waited."""
+        if not self.is_valid():
+            raise ProblemError(401, "token-ended", "The token was withdrawn or has expired: ask for a new one.")
+
+    def call_at_end(self, on_end: Callable[[], object]) -> AbstractContextManager[None]:
+        """Context manager: while it is active, `on_end` is called, within a second, if the token ends."""
+        return self.tokens.call_at_end(self.token, on_end)
 
 
-def require_valid_token(token_is_valid: Callable[[], bool]) -> None:
-    """Raises a 401 problem if the token was withdrawn or has expired while the request waited."""
-    if not token_is_valid():
-        raise ProblemError(401, "token-ended", "The token was withdrawn or has expired: ask for a new one.")
+def request_token(tokens: Tokens, authorization: str) -> RequestToken:
+    """The token of an Authorization header."""
+    return RequestToken(tokens, bearer(authorization))
 
 
-async def _token_check(request: Request) -> Callable[[], bool]:
-    """A function that checks whether the request's token is still valid, for long-lived responses."""
-    return token_check(request.app.state.tokens, request.headers.get("authorization", ""))
+async def _request_token(request: Request) -> RequestToken:
+    return request_token(request.app.state.tokens, request.headers.get("authorization", ""))
 
 
 Alerts = Annotated[AlertRegistry, Depends(_alerts)]
@@ -76,5 +88,5 @@ Plane = Annotated[ControlPlane, Depends(_plane)]
 RequestCaller = Annotated[Caller, Depends(_caller)]
 Author = Annotated[str, Depends(_author)]
 OwnAgent = Annotated[str, Depends(_own_agent)]
-TokenCheck = Annotated[Callable[[], bool], Depends(_token_check)]
+OwnToken = Annotated[RequestToken, Depends(_request_token)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Header
@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.run import Run
-from tidegate.daemon.routes.dependencies import Plane, TokenCheck
+from tidegate.daemon.routes.dependencies import OwnToken, Plane, RequestToken
 from tidegate.daemon.security.scopes import READ
 
 router = APIRouter(prefix="/v1/runs/{run}/events", tags=["events"], dependencies=[READ])
@@ -19,7 +19,7 @@ KEEP_ALIVE_SECONDS = 15.0
 
 @router.get("", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
 async def events(
-    plane: Plane, token_is_valid: TokenCheck, run: str, last_event_id: Annotated[int | None, Header()] = None
+    plane: Plane, token: OwnToken, run: str, last_event_id: Annotated[int | None, Header()] = None
 ) -> StreamingResponse:
     """The events of a run as they occur; with Last-Event-ID, first the stored events after that one. The stream ends
     when the token is no longer valid or the run is deleted."""
@@ -27,14 +27,12 @@ async def events(
     newest = found.events[-1].id if found.events else 0
     last = newest if last_event_id is None else last_event_id
     headers = {"Cache-Control": "no-store", "Tidegate-Newest-Event": str(newest), "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        _stream(plane, token_is_valid, found, last), media_type="text/event-stream", headers=headers
-    )
+    return StreamingResponse(_stream(plane, token, found, last), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(plane: ControlPlane, token_is_valid: Callable[[], bool], run: Run, last: int) -> AsyncIterator[str]:
+async def _stream(plane: ControlPlane, token: RequestToken, run: Run, last: int) -> AsyncIterator[str]:
     yield ": welcome\n\n"  # sends the headers at once
-    while not plane.closing and token_is_valid() and plane.registry.runs.get(run.name) is run:
+    while not plane.closing and token.is_valid() and plane.registry.runs.get(run.name) is run:
         fresh = [event for event in run.events if event.id > last]
         for event in fresh:
             last = event.id

@@ -1,12 +1,12 @@
-"""Fast routes, for requests that hundreds of ranks send every second: they skip FastAPI's dependency resolution.
+"""Fast routes, for requests that hundreds of ranks send every second: they skip FastAPI's router and dependencies.
 
-FastAPI would resolve an endpoint's dependencies at each request, which takes longer than handling a report. The routes
-are in the OpenAPI document as all others.
+FastAPI would match the routes a second time and resolve an endpoint's dependencies at each request, which takes longer
+than handling a report. The routes are in the OpenAPI document as all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
@@ -14,14 +14,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
-from tidegate.daemon.routes.dependencies import own_agent, token_check
+from tidegate.daemon.routes.dependencies import own_agent, request_token
+from tidegate.daemon.security.middleware import MATCH
+from tidegate.daemon.security.scopes import RouteMatch
 
 
 class FastRoute(APIRoute):
-    """A route whose endpoint takes `plane`, `agent`, `token_is_valid` and models only, and returns a model.
+    """A route whose endpoint takes `plane`, `agent`, `token` and models only, and returns a model.
 
     An annotated model is read from the query, the other model (at most one) from the body.
     """
@@ -29,10 +32,8 @@ class FastRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
         super().__init__(path, endpoint, **more)
         hints = get_type_hints(endpoint, include_extras=True)
-        models = {
-            name: hint for name, hint in hints.items() if name not in ("plane", "agent", "token_is_valid", "return")
-        }
-        self._needs_token_check = "token_is_valid" in hints
+        models = {name: hint for name, hint in hints.items() if name not in ("plane", "agent", "token", "return")}
+        self._takes_token = "token" in hints
         self._query: dict[str, type[BaseModel]] = {
             name: get_args(hint)[0] for name, hint in models.items() if get_origin(hint) is Annotated
         }
@@ -48,10 +49,9 @@ class FastRoute(APIRoute):
         plane, state = scope["app"].state.plane, scope["state"]
         agent = own_agent(plane, state["caller"], scope["path_params"]["agent"])
         more: dict[str, Any] = await self._read(scope, receive)
-        if self._needs_token_check:
-            more["token_is_valid"] = token_check(
-                scope["app"].state.tokens, Headers(scope=scope).get("authorization", "")
-            )
+        if self._takes_token:
+            authorization = Headers(scope=scope).get("authorization", "")
+            more["token"] = request_token(scope["app"].state.tokens, authorization)
         answer = await self.endpoint(plane=plane, agent=agent, **more)
         response = Response(answer.__pydantic_serializer__.to_json(answer), media_type="application/json")
         await response(scope, receive, send)
@@ -72,3 +72,27 @@ class FastRoute(APIRoute):
             wrong = error.errors(include_url=False, include_context=False)
             raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in wrong]) from error
         return models
+
+
+class FastRouteMiddleware:
+    """ASGI middleware inside `SecurityMiddleware` that calls fast routes directly, with the route found there.
+
+    handlers: the application's exception handlers, by class of exception or status.
+    """
+
+    def __init__(self, app: ASGIApp, *, handlers: Mapping[Any, ExceptionHandler]) -> None:
+        self._app = app
+        self._call_route = ExceptionMiddleware(_call_route, {k: h for k, h in handlers.items() if k is not Exception})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            match: RouteMatch = scope["state"][MATCH]
+            if isinstance(match.route, FastRoute):
+                scope.update(match.child_scope)
+                await self._call_route(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _call_route(scope: Scope, receive: Receive, send: Send) -> None:
+    await scope["route"].handle(scope, receive, send)

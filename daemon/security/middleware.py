@@ -37,6 +37,8 @@ TOO_MANY: Final = (
 )
 AUTHORITY: Final = "authority"
 """Key in a request's state: the host in the request target, where the target is a full URL (`GET http://host/path`)."""
+MATCH: Final = "match"
+"""Key in a request's state: the `RouteMatch` of the request."""
 _HOST: Final = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?))(?::[0-9]*)?"
 )
@@ -46,7 +48,10 @@ log = logging.getLogger(__name__)
 
 
 class SecurityMiddleware:
-    """ASGI middleware that authorizes requests. The authenticated caller, or None, is at `request.state.caller`."""
+    """ASGI middleware that authorizes requests.
+
+    `request.state.caller` is the authenticated caller, or None; `request.state.match` is the request's `RouteMatch`.
+    """
 
     def __init__(self, app: ASGIApp, *, tokens: Tokens, requirements: RouteRequirements, settings: Settings) -> None:
         self._app = app
@@ -64,7 +69,7 @@ class SecurityMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        requirement = self._requirements.of(scope)
+        requirement = (match := self._requirements.match(scope)).requirement
         answer = await self._check_host_and_origin(scope, requirement, headers)
         caller = None
         if answer is None and not requirement.open:
@@ -77,7 +82,7 @@ class SecurityMiddleware:
         if answer is not None:
             await answer(scope, receive, send)
             return
-        state["caller"] = caller
+        state["caller"], state[MATCH] = caller, match
         most = self._max_body_bytes if caller is not None else min(self._max_body_bytes, OPEN_BODY_BYTES)
         body = await self._read(headers, receive, most)
         if body is None:
@@ -158,17 +163,19 @@ class SecurityMiddleware:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return None
-        body = bytearray()
         if length == "0" and "transfer-encoding" not in headers:
-            return bytes(body)
-        more = True
-        while more:
+            return b""
+        message = await receive()
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if more:
+            body = bytearray(body)
+        while message["type"] != "http.disconnect" and len(body) <= most:
+            if not more:
+                return bytes(body)
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > most or message["type"] == "http.disconnect":
-                return None
-        return bytes(body)
+        return None
 
 
 async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastapi import Depends, Request, Security, params
 from fastapi.routing import APIRoute
@@ -114,14 +114,25 @@ _DECLARED: Final[Mapping[Any, RouteRequirement]] = {
 }
 
 
+class RouteMatch(NamedTuple):
+    """What a request's method and path lead to."""
+
+    requirement: RouteRequirement
+    """The requirement of the route; for a request that no route serves, the one of a 404 or 405 response."""
+    route: APIRoute | None
+    """The route that serves the request; None where there is none."""
+    child_scope: Mapping[str, Any]
+    """Entries for the request's scope, from starlette's matching: the path parameters, among others."""
+
+
 class RouteRequirements:
     """The requirements of all routes, looked up by request. A request that no route serves gets a requirement, too."""
 
     def __init__(self, routes: Iterable[APIRoute]) -> None:
         self._routes: Sequence[tuple[APIRoute, RouteRequirement]] = [(route, requirement_of(route)) for route in routes]
 
-    def of(self, connection: Connection) -> RouteRequirement:
-        """The requirement of the route that starlette's own matching finds for the request."""
+    def match(self, connection: Connection) -> RouteMatch:
+        """The route that starlette's own matching finds for the request, and its requirement."""
         same_path: list[RouteRequirement] = []
         for route, requirement in self._routes:
             match, child_scope = route.matches(connection)
@@ -129,9 +140,9 @@ class RouteRequirements:
                 if (run := child_scope["path_params"].get("run")) is not None:
                     requirement = replace(requirement, run=run)
                 if match is Match.FULL:
-                    return requirement
+                    return RouteMatch(requirement, route, child_scope)
                 same_path.append(requirement)
-        return _undeclared(connection["method"], same_path)
+        return RouteMatch(_undeclared(connection["method"], same_path), None, {})
 
 
 def _undeclared(method: str, same_path: Sequence[RouteRequirement]) -> RouteRequirement:

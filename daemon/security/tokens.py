@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -56,7 +57,7 @@ class Tokens:
     """The store's tokens in memory.
 
     They are read again when they are two seconds old, so that revoked tokens are refused, and when a request has an
-    unknown token, which may be new.
+    unknown token, which may be new. Requests that wait are told when their token ends (`check_waiting`).
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Tokens:
         self._wall = wall
         self._known: list[StoredToken] = []
         self._read_at = -REFRESH_SECONDS
+        self._waiting: dict[str, dict[object, Callable[[], object]]] = {}
+        """Functions to call when a token ends, by token."""
 
     def check(self, token: str) -> Caller | str:
         """The caller of a token, or the reason why the token is rejected: `wrong`, `expired` or `revoked`.
@@ -82,6 +85,28 @@ class Tokens:
             return "wrong"
         state = stored.state(self._wall())
         return Caller(stored.name, stored.scope, stored.run, stored.id) if state == "valid" else state
+
+    def is_valid(self, token: str) -> bool:
+        return isinstance(self.check(token), Caller)
+
+    @contextmanager
+    def call_at_end(self, token: str, on_end: Callable[[], object]) -> Iterator[None]:
+        """Context manager: while it is active, `check_waiting` calls `on_end` if the token is not valid any more."""
+        key = object()
+        self._waiting.setdefault(token, {})[key] = on_end
+        try:
+            yield
+        finally:
+            del self._waiting[token][key]
+            if not self._waiting[token]:
+                del self._waiting[token]
+
+    def check_waiting(self) -> None:
+        """Checks each token with which a request waits once, and wakes the requests of those that have ended."""
+        for token, on_ends in tuple(self._waiting.items()):
+            if not self.is_valid(token):
+                for on_end in tuple(on_ends.values()):
+                    on_end()
 
     def _refresh(self, age: float) -> bool:
         """Reads the tokens again if those in memory are at least `age` seconds old. Returns whether it has read."""

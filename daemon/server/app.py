@@ -30,6 +30,7 @@ from tidegate.daemon.routes import (
     start_page,
 )
 from tidegate.daemon.routes.api_description import describe
+from tidegate.daemon.routes.fast_route import FastRouteMiddleware
 from tidegate.daemon.security.middleware import SecurityMiddleware
 from tidegate.daemon.security.scopes import RouteRequirements
 from tidegate.daemon.security.tokens import Tokens, ensure_files, read_files
@@ -40,8 +41,10 @@ from tidegate.daemon.storage.state_directory import prepare, proof_key
 
 TICK_SECONDS: Final = 0.1
 """Pause between two ticks of the control plane, which handle deadlines and leases."""
+TOKEN_CHECK_SECONDS: Final = 1.0
+"""Pause between two checks of the tokens of waiting requests."""
 RETRY_SECONDS: Final = 2.0
-"""Additional pause after a tick that failed."""
+"""Additional pause after a tick, or a check of tokens, that failed."""
 log = logging.getLogger(__name__)
 
 
@@ -69,6 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         lifespan=_lifespan,
         redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # the daemon has its own metrics
     )
     app.state.plane = plane
     app.state.proof_key = proof_key(home)
@@ -106,6 +110,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
     app.state.tokens = tokens = Tokens(store)
     requirements = RouteRequirements(app.state.routes)
+    app.add_middleware(FastRouteMiddleware, handlers=app.exception_handlers)
     app.add_middleware(SecurityMiddleware, tokens=tokens, requirements=requirements, settings=settings)
     app.add_middleware(RequestMetricsMiddleware, requests=Requests(registry))
     return app
@@ -120,15 +125,16 @@ def _described(app: FastAPI) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     plane: ControlPlane = app.state.plane
-    timer = asyncio.create_task(_tick_forever(plane))
+    timers = [asyncio.create_task(_tick_forever(plane)), asyncio.create_task(_check_tokens_forever(app.state.tokens))]
     try:
         yield
     finally:
         plane.close()
         async with plane.turns.stopped():
-            timer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await timer
+            for timer in timers:
+                timer.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await timer
             try:
                 plane.save_all()
             finally:
@@ -144,6 +150,17 @@ async def _tick_forever(plane: ControlPlane) -> None:
             log.exception("the control plane's tick failed")
             await asyncio.sleep(RETRY_SECONDS)
         await asyncio.sleep(TICK_SECONDS)
+
+
+async def _check_tokens_forever(tokens: Tokens) -> None:
+    """Timer loop: wakes the waiting requests whose token has ended, until the task is cancelled."""
+    while True:
+        try:
+            tokens.check_waiting()
+        except Exception:  # as in `_tick_forever`
+            log.exception("the check of the tokens of waiting requests failed")
+            await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(TOKEN_CHECK_SECONDS)
 
 
 def _version() -> str:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from tidegate.daemon.problems import problem
 from tidegate.daemon.security.connections import Connection, ConnectionLimiter, Reason
 from tidegate.daemon.security.middleware import AUTHORITY
-from tidegate.pipelining import PIECE_BYTES, PipelinedProtocol
+from tidegate.pipelining import WHOLE_BYTES, PipelinedProtocol
 
 MAX_HEADER_BYTES: Final = 65_536
 """Limit for the request line and headers; trailers and the framing of chunks count as well."""
@@ -92,7 +92,7 @@ class Protocol(PipelinedProtocol):
         self.scope["state"]["connection"] = self._connection
 
     def on_headers_complete(self) -> None:
-        few = self._received + PIECE_BYTES <= MAX_HEADER_BYTES  # `_received` may lack the piece that began the request
+        few = self._received + WHOLE_BYTES <= MAX_HEADER_BYTES  # `_received` may lack the bytes that began the request
         if not few and len(self.url) + sum(len(n) + len(value) + 4 for n, value in self.headers) > MAX_HEADER_BYTES:
             raise OverflowError
         if self.parser.should_upgrade() and any(_announces_body(name, value) for name, value in self.headers):

@@ -151,7 +151,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             part.grad[: gradient.numel()] += gradient.view(-1).to(part.grad.dtype)
         gradients.accumulating = not last
         if last or self._offload.accumulation != "device":
-            self.tidegate.gradient_arrived(number)
+            self.tidegate._gradient_arrived(number)
         gradients.accumulating = False
 
     def _finalize_offload_gradient_accumulation(self) -> None:

@@ -165,7 +165,7 @@ def test_a_host_cache_that_is_auto_may_grow_where_memory_came_free(
 def test_what_is_pinned_is_not_what_auto_means_later(tmp_path: Path) -> None:
     training = Training(paths=two(tmp_path), host_cache=0)
     with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="pinned") as attachment:
-        optimizer.set_auto(stride=2.0, alternate=False)
+        optimizer._set_auto(stride=2.0, alternate=False)
         optimizer.apply_knobs(Knobs(stride=7.0, host_cache=0))
         now = optimizer.engine.effective
         assert attachment.tuning._apply(replace(now, alternate=True)) is None

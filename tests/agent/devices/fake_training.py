@@ -153,7 +153,7 @@ class FakeTraining:
     def forward(self) -> None:
         """Reads each weight when the optimizer says that it may be read; what is read must be what the oracle has."""
         for i, param in enumerate(self.params):
-            self.optimizer.wait_for_weights([i])
+            self.optimizer._wait_for_weights([i])
             self.fake.framework_access(param.detach(), False, "the forward reading a weight")
             weight = self.plain.params[i].weight
             assert np.array_equal(weight.view(np.uint8), array(param).view(np.uint8)), f"weight {i} is not the oracle's"

@@ -219,10 +219,10 @@ def test_ctrl_c_while_a_state_is_replaced_comes_when_it_is_whole(how: str, monke
         assert trained(params, optimizer, plain, range(3))
         state = copy.deepcopy(optimizer.state_dict())
         if how == "load":
-            optimizer.reset_state(None)
+            optimizer._reset_state(None)
         monkeypatch.setattr(optimizer.engine.memory, "arrays", interrupting(2, optimizer.engine.memory.arrays))
         with pytest.raises(KeyboardInterrupt):
-            optimizer.load_state_dict(state) if how == "load" else optimizer.reset_state(None)
+            optimizer.load_state_dict(state) if how == "load" else optimizer._reset_state(None)
         if how == "reset":
             assert optimizer.steps == (0, 0)
             assert not optimizer.state_dict()["state"]

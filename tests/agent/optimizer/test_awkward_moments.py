@@ -382,14 +382,14 @@ def test_the_tuner_stays_where_its_choice_would_not_fit() -> None:
         optimizer.apply_knobs(Knobs(stride="auto", static_ratio=0.5))
         run_steps(optimizer, params, 0, 1)
         with pytest.raises(MemoryBudgetError):
-            optimizer.set_auto(stride=1.0)
+            optimizer._set_auto(stride=1.0)
         assert optimizer.effective_knobs()["stride"] == "off"
         run_steps(optimizer, params, 1, 1)
 
 
 def test_a_tuned_stride_survives_another_knob() -> None:
     with tidegate.AdamW(params_of((1000,)), offload=tidegate.Offload(subgroup_numel=100, emulated=FAST)) as optimizer:
-        optimizer.set_auto(stride=4.0)
+        optimizer._set_auto(stride=4.0)
         optimizer.apply_knobs(Knobs(stride="auto", static_ratio=0.1))
         assert optimizer.effective_knobs() == {"stride": 4.0, "static_ratio": 0.1}
 

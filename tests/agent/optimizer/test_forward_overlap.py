@@ -243,7 +243,7 @@ def test_the_poison_bites_without_the_gates(monkeypatch: pytest.MonkeyPatch, eva
         run = Run(model, optimizer, None)
         run.train(0)
         run.train(1)
-        monkeypatch.setattr(optimizer, "wait_for_weights", lambda *_: None)
+        monkeypatch.setattr(optimizer, "_wait_for_weights", lambda *_: None)
         if evaluate:
             monkeypatch.setattr(optimizer, "wait", lambda: None)
             with torch.no_grad():

@@ -151,7 +151,8 @@ def test_speeds_of_the_emulated_device_may_change_and_are_checked_then_too() -> 
         ({"strict": 1}, "strict=1 is not a flag"),
         ({"advertise_host": 3}, "advertise_host=3 is not a host"),
         ({"metrics_port": "9000"}, "metrics_port='9000' is not a port"),
-        ({"daemon": 3}, "daemon=3: .* is not an address"),
+        ({"daemon": 3}, "daemon=3 is not a text"),
+        ({"daemon": "3"}, "daemon=.3.: .* is not an address"),
     ],
 )
 def test_arguments_of_attach(given: dict[str, Any], says: str) -> None:

@@ -251,7 +251,7 @@ def test_a_tier_split_that_names_a_retired_path_is_refused(tmp_path: Path) -> No
             optimizer.check_knobs(Knobs(tier_split="bad:2,good:1", host_cache=0))
         for split in ("good:1", "bad:0,good:1", "auto", "bad:1,good:1"):
             optimizer.check_knobs(Knobs(tier_split=split, host_cache=0))
-        optimizer.set_auto(stride=3.0)
+        optimizer._set_auto(stride=3.0)
         train(pair, 2)
 
 

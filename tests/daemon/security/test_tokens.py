@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,32 @@ def test_an_expired_token_was_good_until_then(tmp_path: Path) -> None:
     assert tokens.check(token) == Caller("guest", "read")
     now = 1010.0
     assert tokens.check(token) == "expired"
+    store.close()
+
+
+def test_waiting_requests_are_woken_when_their_token_ends_and_cost_one_check_each_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now, checked = Store(f"sqlite:///{tmp_path / 'tidegate.db'}"), 1000.0, list[str]()
+    lasting, ending = store.tokens.issue("read", "a"), store.tokens.issue("read", "b", expires_at=1010.0)
+    tokens = Tokens(store, wall=lambda: now)
+    check = tokens.check
+    monkeypatch.setattr(tokens, "check", lambda token: checked.append(token) or check(token))
+    woken = list[str]()
+    with ExitStack() as waiting:
+        for number in range(100):
+            token = ending if number % 2 else lasting
+            waiting.enter_context(tokens.call_at_end(token, functools.partial(woken.append, token)))
+        with tokens.call_at_end(ending, lambda: woken.append("gone")):
+            pass
+        tokens.check_waiting()
+        assert (sorted(checked), woken) == (sorted([lasting, ending]), [])
+        now = 1010.0
+        tokens.check_waiting()
+        assert woken == [ending] * 50
+    checked.clear()
+    tokens.check_waiting()
+    assert checked == [], "no request waits any more"
     store.close()
 
 

@@ -138,7 +138,7 @@ def test_a_change_that_waits_for_the_write_lock_holds_up_nobody(tmp_path: Path) 
         changes = [pool.submit(change, daemon, "llama", stride) for stride in (3, 4)]
         changes[0].add_done_callback(lambda _: done.set())
         took = waits(done, lambda: daemon.http("GET", "/v1/runs/llama").raise_for_status(), agent.say)
-        assert took[-1] < WAIT_SECONDS / 2
+        assert len(took) >= 8, "an event loop that waits for the lock answers four times at most"
         assert median(took) < 0.2
         answers = [made.result() for made in changes]
         assert time.monotonic() - begin >= WAIT_SECONDS
@@ -168,7 +168,7 @@ def test_a_slow_disk_holds_up_changes_only(tmp_path: Path, monkeypatch: pytest.M
         took = waits(done, lambda: daemon.http("GET", "/v1/runs/llama").raise_for_status())
         written = time.monotonic() - begin
         answers = sorted(made.result().status_code for made in changes)
-        assert took[-1] < written / 2
+        assert len(took) >= 4, f"an event loop that waits for the write of {written:.2f} s answers twice at most"
         assert median(took) < 0.2
         assert answers == [200, 412]
         assert daemon.client().knobs("llama").generation == 1
