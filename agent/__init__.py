@@ -1,1 +1,1 @@
-"""The in-process agent: the offload engine and what it says about itself."""
+"""The agent, which runs in the training process: optimizer, offload engine, storage paths, telemetry and control."""

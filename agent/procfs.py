@@ -1,5 +1,4 @@
-"""Reads from /proc what identifies a process: the boot of the kernel, the namespace of process ids, and the start
-time."""
+"""Reads the data from /proc that identify a process: the boot id, the PID namespace and the start time."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def local_rank() -> int:
 def ranks_of_host() -> int:
     """Number of ranks that the launcher started on this host, at least 1; 1 without a launcher.
 
-    From the first of `_LOCAL_SIZE_VARIABLES` that is set (ConfigError if it is no whole number), else from srun's
-    SLURM_NTASKS_PER_NODE.
+    The number is read from the first of `_LOCAL_SIZE_VARIABLES` that is set; without them, from SLURM_NTASKS_PER_NODE,
+    which srun sets. Raises ConfigError if one of `_LOCAL_SIZE_VARIABLES` is not a whole number.
     """
     for name in _LOCAL_SIZE_VARIABLES:
         if name in os.environ:
@@ -99,7 +99,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Self:
-        """The rank in the default process group; rank 0 of 1 without one."""
+        """Returns rank and number of ranks in the default process group; without a process group, rank 0 of 1 rank."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return cls()
         return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())

@@ -124,7 +124,8 @@ def ablation(folder: Path, memory: Path, options: argparse.Namespace) -> dict[st
 
 
 def budget(host_bytes: dict[str, int]) -> int:
-    """Bytes of host memory without gradients, which every variant keeps in host memory."""
+    """Sum of the host memory in bytes without the kind `gradient`. Gradients are left out because every variant
+    keeps them in host memory."""
     return sum(nbytes for kind, nbytes in host_bytes.items() if kind != "gradient")
 
 

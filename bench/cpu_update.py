@@ -60,8 +60,9 @@ def last_level_cache_bytes() -> int:
 
 
 def default_numel() -> int:
-    """Default number of parameters. Each fp32 array is 8 times the last level cache; if memory is short, only all
-    arrays of Tidegate's update together are."""
+    """Default number of parameters. With enough memory, each fp32 array is 8 times as large as the last level cache.
+    If memory is short, the number is smaller, but all arrays of Tidegate's update together are still 8 times as
+    large as the cache."""
     cache = last_level_cache_bytes()
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10

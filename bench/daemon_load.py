@@ -240,7 +240,8 @@ def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
     """Memory growth and CPU time of the control plane alone: it runs in this process, and gets the same reports as fast
     as it can take them.
 
-    For machines that are too busy to measure times. Simulated time advances by one second when every rank has reported.
+    Used on machines that are too busy to measure times. Simulated time advances by one second when every rank has
+    reported.
     """
     from tidegate.daemon.control.control_plane import ControlPlane
     from tidegate.daemon.control.run import Clocks

@@ -89,8 +89,8 @@ class Ours:
         return buffer
 
     def rate(self, mode: str, allocate: Callable[[int], NDArray[np.uint8]], checksums: bool = False) -> float:
-        """Bytes per second in this mode (`read`, `write` or `mixed`). Enough transfers are queued that no thread waits:
-        of whole buffers, or of single blocks in mode `mixed`."""
+        """Bytes per second in this mode (`read`, `write` or `mixed`). One transfer is a whole buffer, in mode
+        `mixed` a single block. So many transfers are queued that no thread waits."""
         buffer = self.filled(allocate)
         begin, end, moved = float("inf"), 0.0, 0
         stop, in_flight = time.monotonic() + self.shape.seconds, deque[IoTicket]()
@@ -107,8 +107,8 @@ class Ours:
         return moved / (end - begin)
 
     def transfers(self, mode: str, memory: int, blocks: int, checksums: bool) -> Iterator[Callable[[], IoTicket]]:
-        """Functions that start the transfers of this mode, endlessly: each transfers `blocks` blocks, one after the
-        other through the file, and from its start again."""
+        """Endless iterator of functions, each of which starts one transfer of `blocks` blocks. The transfers go
+        through the file from start to end, then from the start again. In mode `mixed` reads and writes alternate."""
         size = blocks * self.shape.block_bytes
         moves = {"read": [self.pool.read], "write": [self.pool.write], "mixed": [self.pool.read, self.pool.write]}[mode]
         for i, move in enumerate(cycle(moves)):

@@ -187,8 +187,8 @@ class Stopwatch:
         self.seconds += self.sign * (time.thread_time() - began - (self._phases.cpu_seconds - before))
 
     def either(self, call: Callable[[], object]) -> None:
-        """Measures the call or, if `sign` is -1, makes the call and subtracts the time of an empty one. Nested calls
-        are measured as part of the outer call."""
+        """If `sign` is 1, makes the call and adds its time. If `sign` is -1, makes the call without measuring it,
+        and subtracts the time of an empty call. Nested calls are measured as part of the outer call."""
         if self._inside:
             call()
             return

@@ -3,8 +3,9 @@
 Each row compares a figure of the papers that a simulator can predict (`published/reported.json`, with its place in the
 paper) with the result of Tidegate's planner and simulator for the same machine and system. The rate cards
 (`published/cards.py`) come from the papers' tables and text. Nothing is fitted to results, so that all rows can be
-scored. The error of a row is |ours - reported| / reported, or 1 if the model has no answer. `least` and `most` of a
-range are two rows. `assumes`: assumptions of a row in addition to the rate card.
+scored. The error of a row is |ours - reported| / reported, or 1 if the model has no answer. A range in the paper gives
+two rows: its smallest value (`least`) and its largest (`most`). `assumes`: assumptions of a row in addition to the rate
+card.
 """
 
 from __future__ import annotations

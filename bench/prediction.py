@@ -67,7 +67,8 @@ RIVALS, RIVAL_ROUNDS, RIVAL_COUNTED = 6, 30, 4
 """Second measurement: number of the fastest rows, of rounds, and of counted steps in a round. There are many rounds,
 because these rows differ by less than the noise of one measurement."""
 CALIBRATION_ROUNDS = 12
-"""Rounds of the calibration. They take some minutes, because other load on the machine varies over such times."""
+"""Rounds of the calibration. So many rounds take some minutes; this averages the other load on the machine, which
+varies from minute to minute."""
 
 
 def measure(

@@ -126,8 +126,9 @@ class PathFailed(StorageError):
 class StateLost(StorageError):
     """The only copy of a subgroup's state cannot be read, or is damaged. The cause is chained.
 
-    `why`: the reason, in the message alone. `path`: name of the path. `subgroup`: number of the subgroup. `step`:
-    number of the update that made the state. `checkpoint`: the last good checkpoint, None if there is none.
+    `why`: the reason; it is part of the message, and not an attribute. `path`: name of the path. `subgroup`: number of
+    the subgroup. `step`: number of the update that made the state. `checkpoint`: the last good checkpoint, None if
+    there is none.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, checkpoint: str | None) -> None:
@@ -145,9 +146,9 @@ class StateLost(StorageError):
 class NoPathLeft(StorageError):
     """State whose path failed, and which fits neither on another path nor in host memory.
 
-    `why`: the reason, in the message alone. `path`: name of the path that failed. `subgroup`: number of the subgroup.
-    `step`: number of the update. `needed_bytes`: size of the state. `free_bytes`: largest free space of a path that
-    still works.
+    `why`: the reason; it is part of the message, and not an attribute. `path`: name of the path that failed.
+    `subgroup`: number of the subgroup. `step`: number of the update. `needed_bytes`: size of the state. `free_bytes`:
+    largest free space of a path that still works.
     """
 
     def __init__(self, why: object, path: str, subgroup: int, step: int, needed_bytes: int, free_bytes: int) -> None:
@@ -304,7 +305,8 @@ class FileUnreadable(StateFileError):
 class BlockDamaged(StateFileError):
     """The data of block number `block`, at byte `offset` of the file, differ from their checksum.
 
-    `file`: the file. `found_checksum`, `expected_checksum`: the checksums, in `found` and `expected` as text.
+    `file`: the file. `found_checksum`, `expected_checksum`: CRC of the data, and CRC that it should have; the
+    attributes `found` and `expected` contain them as text.
     """
 
     trouble = "has a damaged block"

@@ -19,8 +19,8 @@ from tidegate.errors import ConfigError
 from tidegate.terminal import visible
 
 VARIABLE: Final = "TIDEGATE_LOG_FORMAT"
-"""Environment variable that makes the agent log to stderr in this format, in training scripts without log handlers of
-their own."""
+"""Name of the environment variable with the log format (`LogFormat`). If it is set, the agent logs to stderr in this
+format. It is meant for training scripts without log handlers of their own."""
 
 
 class LogFormat(StrEnum):
@@ -58,7 +58,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """Tidegate's handler, which writes to stderr. It is a class of its own, so that an installed one can be found."""
+    """Log handler of Tidegate, which writes to stderr. The subclass lets `_installed_handlers` recognize it."""
 
     def __init__(self, form: LogFormat) -> None:
         super().__init__(sys.stderr)
@@ -79,8 +79,10 @@ def configure(form: LogFormat) -> None:
 
 
 def visible_without_handlers() -> None:
-    """For Tidegate's commands: escapes control characters in logs of a process without log handlers. They go to stderr,
-    as by default."""
+    """For Tidegate's commands: escapes control characters in the logs of a process that has no log handlers.
+
+    Such logs go to stderr through Python's handler of last resort, whose format is changed.
+    """
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(TextFormatter("%(message)s"))
 

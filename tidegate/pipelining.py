@@ -22,7 +22,7 @@ ends, so these bytes contain 32 requests at most."""
 
 
 class HeldFlowControl(FlowControl):
-    """Flow control that does not resume reading while `held`, whatever calls it."""
+    """Uvicorn's flow control, except that calls to resume reading have no effect while `held` is True."""
 
     held = False
 
@@ -32,7 +32,8 @@ class HeldFlowControl(FlowControl):
 
 
 class PipelinedProtocol(HttpToolsProtocol):
-    """One connection, on which few requests wait for answers to earlier requests."""
+    """HTTP protocol of one connection. It stops parsing and reading while a parsed request waits for the answer to an
+    earlier request, so few requests are in memory."""
 
     flow: HeldFlowControl
 

@@ -156,8 +156,8 @@ def _card(
 
 
 def _cpu_rates_by_threads(numel: int, seconds: float, excluded: int, progress: Progress) -> dict[int, float]:
-    """Measures the update on the CPU with 1, 2, 4, … threads and with one thread per CPU, but not with `excluded`
-    threads. Returns parameters per second by number of threads."""
+    """Measures the update on the CPU with 1, 2, 4, … threads and with one thread per CPU; the number `excluded` is left
+    out. Returns parameters per second by number of threads."""
     cpus = available_cpus()
     counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {excluded}
     found: dict[int, float] = {}

@@ -60,8 +60,8 @@ def cpu_load(pool: ThreadPool, numel: int) -> Load:
 
 
 def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int) -> list[Load]:
-    """Workloads of a device: copies of `piece_bytes` in each direction, updates of `numel` parameters, and their norm.
-    `stack` frees the memory."""
+    """Workloads of a device: copies of `piece_bytes` in each direction, updates of `numel` parameters, and the
+    norm of their gradients. The device memory of the workloads is freed when `stack` is closed."""
 
     def alloc(nbytes: int) -> int:
         address = device.alloc(nbytes)
@@ -128,8 +128,8 @@ class _TestStates:
         return int(self._memory.ctypes.data) + number * self._nbytes
 
     def transfers(self, way: Literal["read", "write"]) -> Callable[[], float]:
-        """Returns a function that waits for the end of one transfer in this direction, while the next transfer is in
-        progress, and returns the bytes of one transfer."""
+        """Returns a function that makes one transfer in this direction: each call waits for the end of one transfer,
+        while the next one is already in progress, and returns the bytes of a transfer."""
         numbers = self._numbers[:IN_FLIGHT] if way == "read" else self._numbers[IN_FLIGHT:]
         turns, in_flight = cycle(numbers), deque[Future[object]]()
 
@@ -147,8 +147,8 @@ class _TestStates:
 
 
 def _fill(device: Device, addresses: Sequence[int], numel: int) -> None:
-    """Fills the device memory at the addresses `places` with normal numbers. Otherwise a GPU might update denormal
-    numbers, and the emulated device NaN."""
+    """Fills the device memory of weight, remainder, moments and gradient (at `addresses`, in this order) with normal
+    numbers. Otherwise a GPU might update denormal numbers, and the emulated device NaN."""
     for address, nbytes in zip(addresses, BYTES_PER_PARAM, strict=True):
         host = device.host_buffer(nbytes * numel)
         fill(host.data_ptr(), _BYTE, nbytes * numel)

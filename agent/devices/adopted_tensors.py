@@ -10,7 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _expired: Callable[[int], bool] = torch._C.StorageBase._expired  # type: ignore[attr-defined]
-"""The function that StorageWeakRef.expired() calls. A direct call is five times as fast."""
+"""Returns whether the storage at a `cdata` address is freed. `StorageWeakRef.expired()` calls the same function; a
+direct call is five times as fast."""
 
 SWEEP_AFTER: Final = 64
 """Number of newly tracked tensors after which freed tensors are removed (a sweep)."""
@@ -64,7 +65,8 @@ class AdoptedTensors:
         return sum(one.nbytes for _, one in self._living())
 
     def recent_bytes(self) -> int:
-        """As `in_use_bytes`, but old tensors that were freed may be counted until the next sweep."""
+        """As `in_use_bytes`, but faster: old tensors are not checked, so that those which were freed count until the
+        next sweep."""
         return self._old_bytes + sum([one.nbytes for one in self._young.values() if not _expired(one.cdata)])
 
     def holds(self, address: int, nbytes: int) -> bool:
@@ -76,8 +78,8 @@ class AdoptedTensors:
         return any(start < address + nbytes and address < end for start, end in self._near(address, nbytes))
 
     def _near(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Start and end addresses of the tensors that may contain some of these bytes, or that begin or end next to
-        them."""
+        """Yields start and end addresses of the tensors that may overlap this range of bytes, or that touch it. Callers
+        must compare the addresses."""
         for most_bytes, starts in self._starts.items():
             for index in range(bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)):
                 start = starts[index]

@@ -45,7 +45,8 @@ DRIFT: Final = 5e-5
 
 @dataclass(frozen=True, slots=True)
 class ClockSync:
-    """Comparison of both clocks: `marker` was reached at `seconds` of the host's monotonic clock, ± `error_seconds`."""
+    """Comparison of the GPU's clock with the host's: the GPU reached `marker` at `seconds` of the host's monotonic
+    clock, ± `error_seconds`."""
 
     marker: Marker
     seconds: float
@@ -101,8 +102,12 @@ class HostClock:
 
 
 class StreamWork:
-    """Event of work on a stream between the markers `start` and `end`. The markers must be timed if `span` is used.
-    `done`: function that is called in each thread that has waited for the work."""
+    """Event of work on a stream. The work is between the markers `start` and `end`, which must be timed if `span` is
+    used.
+
+    anchor: comparison of the clocks of GPU and host with which `span` converts times.
+    done: function that is called in each thread that has waited for the work.
+    """
 
     __slots__ = ("_anchor", "_clock", "_done", "_runtime", "end", "start")
 
@@ -169,7 +174,7 @@ def _clean_up_unclosed(runtime: CudaRuntime, lanes: LaneStreams, allocated: set[
 
 
 class CudaDevice:
-    """Device for one GPU. `limit_bytes`: limit of device memory below the GPU's own; 0 for none.
+    """Device for one GPU. `limit_bytes`: maximum of device memory that may be used; 0 for all memory of the GPU.
 
     Host buffers come from a pool and return to it when they are dropped. Before a host buffer is dropped, or device
     memory is freed with `free`, all work on it must be done. `close` waits for copies in progress. A device that is

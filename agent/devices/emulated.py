@@ -39,7 +39,8 @@ class EmulatedRates:
     d2h_bytes_per_second: copies from the device to the host (bytes a second; default 4e9).
     update_params_per_second: updates on the device (parameters a second; default 2e9).
 
-    ConfigError for a speed that is not a number above 0, also when it is changed. `math.inf` paces nothing.
+    Raises ConfigError for a speed that is not a number above 0, also when a speed is changed later. With the speed
+    `math.inf`, the work is not slowed down.
     """
 
     h2d_bytes_per_second: float = 4e9

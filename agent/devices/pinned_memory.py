@@ -69,8 +69,8 @@ class PinnedBlock:
     def pin(self, pinner: Pinner, wait_until_idle: Callable[[], None]) -> str:
         """Pins the pages. Returns the reason if this failed, "" on success.
 
-        wait_until_idle: function that waits until no work on such pages is left; called before pages that may still be
-        in use are unpinned.
+        wait_until_idle: function that waits until the GPU has finished all its copies from and to host memory. It is
+            called before pages are unpinned that a copy may still use.
         """
         reason = pinner.pin(self.address, self.nbytes)
         if not reason:
@@ -90,8 +90,8 @@ class PinnedBlock:
 def _unpin_finalizer(
     pinner: Pinner, wait_until_idle: Callable[[], None], memory: mmap.mmap, address: int, pid: int
 ) -> None:
-    """Finalizer of a pinned block: waits for work on the block, in case that nobody has waited before, and unpins its
-    pages. `memory` keeps the pages mapped until then."""
+    """Finalizer of a pinned block that was not unpinned before: waits for copies that may still use the block, then
+    unpins its pages. The argument `memory` keeps the pages mapped until then."""
     if os.getpid() != pid:
         return  # a forked child has the pages, but no access to the GPU
     try:

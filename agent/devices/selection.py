@@ -26,7 +26,8 @@ EMULATED: Final = "emulated"
 """Entry in `_warned` for the warning about the emulated device."""
 
 _warned: set[str] = set()
-"""Warnings that were logged already: values of the variable QUEUES_VARIABLE, and EMULATED."""
+"""Warnings that were logged already, so that none is logged twice: EMULATED, and values of the environment variable
+CUDA_DEVICE_MAX_CONNECTIONS."""
 
 
 class DeviceSettings(Protocol):

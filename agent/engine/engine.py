@@ -42,8 +42,8 @@ from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, path_lanes
 from tidegate.timeline.timeline import Span
 
 MAX_DROPPED_SPANS = 10_000
-"""Maximum number of spans that are kept of dropped plans. Limits the memory use of loops that call backward again and
-again without `step()`."""
+"""Maximum number of spans of dropped plans that are kept for the result of the next step. It limits the memory use of
+loops that call backward again and again without `step()`."""
 
 
 class Engine:
@@ -69,8 +69,8 @@ class Engine:
         self.effective = effective
         self._early_gradients = settings.early_gradients
         self.gradients_come_reduced = False
-        """Whether the gradients in autograd's hooks are not yet reduced over the ranks (True with `overlap_ddp`). The
-        engine then takes gradients from `gradients_reduced` only."""
+        """True if reduced gradients come separately, through `gradients_reduced` (with `overlap_ddp`). The gradients in
+        autograd's hooks are then not yet reduced over the ranks, and the engine does not use them."""
         self._pool = ThreadPool(settings.cpu_threads)
         self._dropped: deque[Span] = deque(maxlen=MAX_DROPPED_SPANS)
         """Spans of the plans that were dropped since the last step."""
@@ -98,8 +98,8 @@ class Engine:
         )
         self.gradient_gates = GradientGates(self._executor, self._runner, self.gradients, self.layouts)
         self.gradients_made_at: float | None = None
-        """When the device had computed the gradients of the last `step()`, in seconds on the monotonic clock; None if
-        this was before the call of `step()`."""
+        """Time at which the device had computed all gradients of the last `step()`, in seconds on the monotonic clock.
+        None if the gradients were computed already when `step()` was called."""
         self._flight: PlanInFlight | None = None
         self._starting = threading.Lock()
         """Guards the start of a plan: under DDP, the threads of the collectives report gradients, too."""
@@ -124,7 +124,8 @@ class Engine:
         self.weights.extend(layouts)
 
     def sum_norms_with(self, norm: GradientNorm) -> None:
-        """Sets the object that sums squares of gradients over ranks. May be called only between steps."""
+        """Replaces the object that sums the squares of gradients over all ranks for the gradient norm. May be called
+        only between steps."""
         assert self._flight is None, "a plan is in flight"
         self._norm = self._runner.norm_over_ranks = norm
 
@@ -169,10 +170,9 @@ class Engine:
         return PlanInFlight(plan, effective, time.monotonic())
 
     def stage(self) -> None:
-        """Allocates the staging memory of the next plan ahead of time, as far as it is known from the knobs. The plan
-        itself starts in the hook of the first gradient, when activations fill most of the device, and pinning host
-        memory takes long. Does nothing while a plan is in flight, because the memory of this plan is allocated
-        already."""
+        """Allocates the staging memory that the next plan will need with the present knobs, before this plan starts.
+        The plan starts in the hook of the first gradient: at that time activations fill most of the device, and pinning
+        host memory would take long. Does nothing while a plan is in flight, because its memory is allocated already."""
         if self._flight is None:
             self.planner.stage(self.effective)
 
@@ -196,9 +196,9 @@ class Engine:
         self._wait_for_gradient_memory()
 
     def _wait_for_gradient_memory(self) -> None:
-        """Waits until the device has read released gradients, while the next gradient would not fit in device memory.
-        The host enqueues a backward far ahead of the device, and the memory of a gradient is free only when the device
-        has read it."""
+        """If the device has no memory for the next gradient, waits until enough released gradients were read by the
+        device. The host enqueues a backward far ahead of the device, and the memory of a gradient is free only when the
+        device has read the gradient."""
         memory = self.gradients.memory
         if not memory.full:
             return
@@ -295,8 +295,8 @@ class Engine:
                 raise
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
-        """Makes the device work that the calling thread enqueues from now on wait for the update of these
-        parameters."""
+        """Makes the device wait for the update of these parameters before it runs work that the calling thread enqueues
+        after this call."""
         if not self.running:
             return
         flight = self._in_flight()
@@ -310,11 +310,11 @@ class Engine:
             self.device.block(event)
 
     def drop_plan(self, dropping: bool = False) -> None:
-        """Drops the plan that was started and waits for `step()`; does nothing if there is none. No data is lost in
-        mode `keep`.
+        """Drops the plan that was started before `step()`, and waits for its ops in progress; does nothing if there is
+        no plan. No data is lost in mode `keep`.
 
-        dropping: whether gradients may be lost that are released already and exist only in the plan. If False and there
-        are such gradients, EngineError is raised.
+        dropping: what happens to gradients that are released already and exist only in the plan. True drops them; False
+            raises EngineError if there are any.
         """
         assert not self.running, "wait for the update first"
         if not self._executor.busy or not self._usability.is_in_own_process or self._executor.stuck:

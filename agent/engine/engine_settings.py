@@ -14,9 +14,9 @@ class EngineSettings:
     """Settings of one engine. Those that `Offload` has, too, are explained there."""
 
     num_slots: int
-    """Staging slots on the device."""
+    """Number of staging slots on the device."""
     host_slots: int = 3
-    """Staging slots in host memory for each path."""
+    """Number of staging slots in host memory for each path."""
     cpu_threads: int
     policy: Policy = "interleaved"
     gradients: Mode = "keep"

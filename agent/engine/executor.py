@@ -40,10 +40,11 @@ class StepSkipped(Exception):
 
 
 class OpRunner(Protocol):
-    """Interface that carries out ops. `wait` makes a lane wait for an event, `run` enqueues the op on its lane.
+    """Interface of an object that carries out the ops of a plan. `wait` makes a lane wait for an event; `run` enqueues
+    an op on its lane.
 
-    On a lane that runs ahead, `run` may call `begun` to let the next op begin, but only when all work of its own op is
-    queued.
+    On a lane that runs ahead, `run` calls `begun` to let the next op begin. It must not call `begun` before all work of
+    its own op is queued.
     """
 
     def wait(self, lane: str, event: Event) -> None: ...

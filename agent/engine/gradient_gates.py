@@ -1,5 +1,5 @@
-"""Opens the gates of gradients as they arrive, keeps the order of their arrival for the next plan, and finds copies of
-gradients that have changed since."""
+"""Opens the gates of gradients as they arrive, keeps the order of their arrival for the next plan, and finds host
+copies of gradients that are out of date because the gradient was changed after the copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tidegate.agent.parameters.subgroups import Layout
 
 
 class GradientGates:
-    """The gates `gradient` of the plan in flight. `layouts`: the list of the engine, which appends to it."""
+    """The gates `gradient` of the plan in flight.
+
+    layouts: the subgroups, in the engine's own list, so that subgroups which the engine adds later are included.
+    """
 
     def __init__(
         self, executor: Executor, runner: MemoryRunner, gradients: Gradients, layouts: Sequence[Layout]

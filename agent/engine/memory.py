@@ -94,7 +94,8 @@ class StateMemory:
     # ---- addresses
 
     def on_host(self, place: BufferId) -> int:
-        """The address in host memory of a place in a plan (`Op.host_state`, `host_weight`, `host_grad`)."""
+        """The address of a buffer in host memory. `place` names the buffer as ops do (in `Op.host_state`,
+        `Op.host_weight` and `Op.host_grad`)."""
         kind, number = place
         if kind.startswith("host_slot"):
             state, weight, _ = self._host_slot_bytes()
@@ -195,7 +196,8 @@ class StateMemory:
                 self._gradient.release(s)
 
     def _actual_residence(self, subgroup: int, planned: Residence) -> Residence:
-        """Where the subgroup's state is after a step: the planned residence, unless a path has failed."""
+        """The residence of the subgroup's state after a step: the planned one. If that path has failed, the path to
+        which the state was flushed instead, or host memory if no path accepted it."""
         if self.store is None or not is_path(planned):
             return planned
         if subgroup in self._kept_on_host:
@@ -319,7 +321,8 @@ class StateMemory:
         return {"state": self._state, "mirror": self._mirror, "gradient": self._gradient}
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory by kind: state, mirror, gradient, and slot if there are paths."""
+        """Bytes of allocated host memory by kind: `state`, `mirror` (of weights), `gradient` and, if there are paths,
+        `slot` (staging slots)."""
         by_kind = {kind: buffers.nbytes for kind, buffers in self._kinds.items()}
         if self.store is not None:
             by_kind["slot"] = sum(slot.numel() for slot in self.host_slots)

@@ -71,8 +71,8 @@ class MemoryRunner:
         norm: GradientNorm,
         pool: ThreadPool,
     ) -> None:
-        """`weights`: this rank's shards of all parameters. This is the list of the engine, to which the engine appends
-        shards of added parameters."""
+        """`weights`: this rank's shards of all parameters, in the engine's own list, so that shards which the engine
+        adds later are included."""
         self._device = device
         self._memory = memory
         self._gradients = gradients
@@ -294,8 +294,8 @@ class MemoryRunner:
             yield open_run
 
     def _pieces_by_tail(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
-        """Divides a segment where the tail of its parameter begins (see `shards.tail_of`), as tuples (offset in the
-        segment, numel, scalars)."""
+        """Divides a segment into the part before the tail of its parameter and the part in the tail (see
+        `shards.tail_of`), because the tail has other scalars. Yields tuples (offset in the segment, numel, scalars)."""
         inputs, weight = self._step_inputs(), self._weights[segment.param]
         values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
         tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)

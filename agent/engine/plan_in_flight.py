@@ -17,13 +17,15 @@ WRITES_WEIGHT = (OpKind.WEIGHT_H2D, OpKind.DEVICE_UPDATE)
 
 
 def gradient_reads(plan: Plan) -> list[int]:
-    """The subgroup of each op that reads gradients where the framework has put them, once per op."""
+    """For each op that reads gradients in the framework's memory (spilled gradients are elsewhere): the id of its
+    subgroup. A subgroup that is read by several ops occurs several times."""
     return [op.subgroup for op in plan.of_kind(*READS_GRADIENT) if not op.spilled]
 
 
 @dataclass
 class PlanInFlight:
-    """The plan that is being executed. `inputs` is set when `step()` begins, `stepped` when the norm is known."""
+    """The plan that is being executed. `inputs` is None until `step()` begins, and `stepped` is None until the gradient
+    norm is known."""
 
     plan: Plan
     effective: EffectiveKnobs
@@ -31,7 +33,8 @@ class PlanInFlight:
     """Start of the plan, in seconds on the monotonic clock."""
     inputs: StepInputs | None = None
     stepped: tuple[int, ...] | None = None
-    """Numbers of the parameters that this step updates."""
+    """Numbers of the parameters that this step updates: none if the step is skipped. None until the gradient norm is
+    known."""
 
     def weight_writes(self, subgroups: Container[int]) -> list[int]:
         """Ids of the ops that write the weights of these subgroups on the device."""

@@ -70,7 +70,8 @@ class PlanProgress:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is running, and nothing is pending or an error stops the rest."""
+        """Whether the execution has ended: no op is running, and either no op is pending or an error prevents that
+        pending ops begin."""
         return not self.running and (self.error is not None or not any(self.pending.values()))
 
     def is_any_running(self, ids: Collection[int]) -> bool:

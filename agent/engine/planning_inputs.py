@@ -15,8 +15,8 @@ SPEED_CHANGE_FACTOR: Final = 1.25
 class StepDelay:
     """Lower estimate of the time from the start of a plan to `step()`.
 
-    The estimate is a measured time, rounded down to a power of two. It is kept while measured times are between one
-    time and four times the estimate, because each new estimate needs a new plan.
+    The estimate is a measured time, rounded down to a power of two. It is replaced only when a measured time is shorter
+    than the estimate, or at least four times as long, because each new estimate needs a new plan.
     """
 
     def __init__(self) -> None:

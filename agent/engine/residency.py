@@ -84,7 +84,8 @@ class Residences:
         divide(count, self._usable(effective.tier_split), self._estimator.rates, capacity=capacity)
 
     def _usable(self, split: Split) -> Split:
-        """Returns `split`, or None (measured speeds decide) if all paths to which it gives a weight are retired."""
+        """Returns `split`; or None, with which measured speeds decide, if the user's weights divide the subgroups only
+        among paths that are retired."""
         named = [name for name, weight in _explicit_weights(split) if weight]
         return None if named and all(name in self._store.retired for name in named) else split
 
@@ -177,7 +178,8 @@ def _second_half(spans: Sequence[Span]) -> list[Span]:
 
 
 def _explicit_weights(split: Split) -> tuple[tuple[str, float], ...]:
-    """The paths that the user's weights name, each with its weight; empty if the split is not given by weights."""
+    """The paths and their weights if the user has set `tier_split` to weights of paths (as in "nvme:2,pfs:1"); an empty
+    tuple if `split` is not given by weights."""
     return split if isinstance(split, tuple) else ()
 
 

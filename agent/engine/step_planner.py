@@ -63,7 +63,8 @@ class StepPlanner:
         return None if store is None else dict(self._path_speeds.speeds or store.speeds)
 
     def observe_step_delay(self, seconds: float) -> None:
-        """Takes note that `step()` came so many seconds after the start of its plan. Only storage paths use this."""
+        """Records that `step()` was called `seconds` after the start of its plan. Does nothing without storage paths,
+        because only they use this time."""
         if self._memory.store is not None:
             self._step_delay.observe(seconds)
 
@@ -80,7 +81,8 @@ class StepPlanner:
             )
 
     def stage(self, effective: EffectiveKnobs) -> None:
-        """Allocates the staging memory of the next plan ahead of time, as far as the plan is known."""
+        """Allocates the staging memory that the next plan will need with the knobs `effective`, before the plan is
+        made."""
         lives = self._memory.residence
         placed = self._place(effective)
         spilled = self._spilled(placed, self._gradient_room(placed))

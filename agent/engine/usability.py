@@ -18,7 +18,8 @@ class Usability:
         self._executor = executor
         self._pid = os.getpid()
         self.problem: str | None = None
-        """Why the engine cannot be used until a whole state is loaded; None when it can be used."""
+        """The reason why the engine cannot be used until a complete state is loaded; None if the engine has not
+        failed."""
 
     @property
     def is_in_own_process(self) -> bool:
@@ -27,18 +28,19 @@ class Usability:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the engine can step and be read."""
+        """Whether the engine can make steps and its state can be read."""
         return self.problem is None and self.is_in_own_process
 
     def require_loadable(self) -> None:
-        """EngineError when the engine cannot be used even after a whole state is loaded."""
+        """Raises EngineError if the engine stays unusable even when a complete state is loaded: it is closed, a lane is
+        stuck, or it belongs to a parent process."""
         if not self.is_in_own_process or self._executor.closed:
             self.require()
         if self._executor.stuck:
             raise EngineError(f"A lane is stuck ({self.problem}) and may still use its memory: build a new optimizer.")
 
     def require(self) -> None:
-        """EngineError with the reason when the engine cannot step or be read."""
+        """Raises EngineError, with the reason, if the engine cannot make steps and its state cannot be read."""
         if not self.is_in_own_process:
             raise EngineError("This optimizer belongs to the parent process; a forked child cannot step it.")
         if self.problem:

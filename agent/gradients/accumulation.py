@@ -29,14 +29,15 @@ CHUNK_BYTES: Final = 32 << 20
 """Bytes of the host buffer into which parts of a gradient are copied before they are added to the sum. This memory is
 needed in addition to the sums."""
 MAX_WAITING: Final = 4
-"""Number of gradients that may wait on the device to be copied; with more, the backward waits for the oldest one."""
+"""Maximum number of gradients that wait on the device to be copied. If there are more, the backward waits until the
+oldest one is added to its sum."""
 
 
 class HostSums:
     """Sums of gradients in host memory, by parameter number. The elements of a sum have the order of the weight's
     storage.
 
-    pool: threads that add. fp32: whether sums of 16-bit gradients are kept in fp32.
+    pool: threads that do the additions. fp32: whether sums of 16-bit gradients are kept in fp32.
     """
 
     def __init__(self, device: Device, pool: ThreadPool, fp32: bool) -> None:
@@ -123,7 +124,8 @@ class HostSums:
         return sum(buffer.numel() for buffer in buffers)
 
     def close(self) -> None:
-        """Ends the thread, waits until the device has read all buffers, and frees them."""
+        """Waits for the additions in progress, ends the thread that makes them, waits until the device has read all
+        buffers, and frees them."""
         self.discard()
         self._thread.shutdown()
         try:

@@ -32,8 +32,11 @@ class GradientMemory:
         self._lock = threading.Lock()
 
     def expect(self, reads: Sequence[int], room_bytes: int) -> None:
-        """Resets all counts for a new plan. reads: number of reads of each parameter's gradient. room_bytes: device
-        memory that gradients may take."""
+        """Resets all counts for a new plan.
+
+        reads: for each parameter, the number of ops that will read its gradient.
+        room_bytes: device memory that gradients may take.
+        """
         with self._lock:
             self._forget()
             self._reads_left, self._room_bytes = list(reads), room_bytes
@@ -53,8 +56,8 @@ class GradientMemory:
 
     @property
     def full(self) -> bool:
-        """Whether one more gradient, as large as the largest one so far, would not fit. For this gradient at most half
-        of the room is kept free; otherwise reads and backward would never overlap."""
+        """Whether one more gradient would not fit, if it is as large as the largest one so far. At most half of the
+        room is kept free for this gradient: with more, reads of gradients and the backward would never overlap."""
         return (
             bool(self._bytes) and self._held_bytes + min(self._largest_bytes, self._room_bytes // 2) > self._room_bytes
         )

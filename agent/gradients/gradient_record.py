@@ -80,6 +80,6 @@ def as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def private_alias(dense: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Returns `dense`, or an alias of it if `dense` is the object `grad` itself. Code that gives other memory to `grad`
-    then does not change the result."""
+    """Returns `dense` as a tensor object other than `grad`: an alias in the same memory if `dense` is `grad` itself. So
+    the result stays valid when other code gives other memory to `grad`."""
     return dense.detach() if dense is grad else dense

@@ -53,7 +53,7 @@ class _ArrivalCount:
 
 
 class Gradients:
-    """The gradients of one optimizer: see the module's docstring.
+    """Tracks the gradients of one optimizer in mode `keep` or `release` (both are explained at the top of this module).
 
     speculative: whether gradients may be copied before `step()` in mode `keep`.
     """
@@ -261,8 +261,8 @@ class Gradients:
             whole.grad = wrap_like(whole, ReleasedGradient(weight))
 
     def _drop_changed_records(self) -> None:
-        """Drops the records of gradients that were changed or replaced. Reads samples only of gradients at the same
-        address: other memory may be freed."""
+        """Drops the records of gradients that were changed or replaced since they were recorded. Samples are compared
+        only if the gradient is still in the same memory, because other memory may be freed already."""
         for param, arrived in enumerate(self._current):
             grad = self._params[param].grad
             if arrived is not None and (grad is None or not arrived.is_unchanged(shard_of(grad))):

@@ -26,7 +26,8 @@ class ReleasedGradient(torch.Tensor):
         raise _use_refused(func)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuses `.data = …`: torch does not dispatch it, and would give the placeholder memory that nothing reads."""
+        """Sets an attribute, but raises ParameterError for `data`: torch handles `.data = …` without
+        `__torch_dispatch__`, so the placeholder would silently get memory that nothing reads."""
         if name == "data":
             raise _use_refused(".data = …")
         super().__setattr__(name, value)

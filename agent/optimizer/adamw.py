@@ -51,8 +51,8 @@ class AdamW(OffloadedOptimizer):
     torch_options: further arguments of `torch.optim.AdamW`. `foreach` and `fused` are accepted and ignored;
         `amsgrad`, `capturable` and `differentiable` are refused unless False.
 
-    Raises ParameterError for no, sparse, shared or unsupported parameters, ConfigError for other arguments that cannot
-    work. Use it as a context manager, or `close()`.
+    Raises ParameterError if there are no parameters, or if one is sparse, shared or unsupported; ConfigError for other
+    arguments that cannot work. Call `close()` at the end, or use the optimizer as a context manager.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class AdamW(OffloadedOptimizer):
         self._step_results.end_step()
 
     def _wait_for_weights(self, params: Collection[int]) -> None:
-        """Makes device work that is enqueued from now on wait for the update of `params`, parameters by their number
-        through all `param_groups`."""
+        """Makes the device wait for the update of `params` before it runs work that is enqueued after this call.
+        `params`: numbers of parameters, counted through all `param_groups`."""
         if self.engine.running:
             with self.phases.exposed():
                 self.engine.wait_for_weights(params)
@@ -255,7 +255,8 @@ class AdamW(OffloadedOptimizer):
             hook(self)
 
     def _follow_before_first_step(self) -> None:
-        """Calls `_follow_params` before the first update only: later, state can be read wherever the parameters are."""
+        """Calls `_follow_params` if there was no update yet. After the first update this is not needed, because state
+        can be read wherever the parameters are."""
         if not self._has_stepped:
             self._follow_params()
 

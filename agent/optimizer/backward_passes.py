@@ -11,8 +11,8 @@ from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.optimizer.gradient_arrival import single_node_share
 
 GRAPH_CHECK_INTERVAL: Final = 16
-"""The autograd graph is examined (see `single_node_share`) in every so many-th step and in the first four steps. This
-takes about 0.2 ms."""
+"""Number of steps from one examination of the autograd graph (see `single_node_share`) to the next. The first four
+steps are examined, too. An examination takes about 0.2 ms."""
 
 NO_BACKWARD: Final = -1
 """Value that autograd returns as the id of the current backward pass when no backward pass is running."""
@@ -29,7 +29,8 @@ class BackwardPasses:
         """`StepPhases.single_node_share` of the last backward pass whose graph was examined."""
 
     def is_noticed(self, backward_id: int) -> bool:
-        """Whether `began` was called in this backward pass, and the phase `backward` has not ended since."""
+        """Whether `began` was called in the backward pass with this id, and the phase `backward` of this pass is still
+        the current phase."""
         return self._id == backward_id and self._phases.current == "backward"
 
     def began(self, param_groups: Sequence[Mapping[str, Any]], num_steps: int) -> None:

@@ -64,8 +64,11 @@ def layouts_of_added(
     engine: Engine,
     offload: Offload,
 ) -> list[Layout]:
-    """The subgroups of added parameters, the last of `param_groups`, with numbers after the existing ones. num_known:
-    number of the parameters that the engine has already."""
+    """The subgroups of parameters that are added as a new param group, the last of `param_groups`. Their ids and
+    numbers continue those of the existing subgroups and parameters.
+
+    num_known: number of parameters that the engine has already.
+    """
     for index, param in enumerate(params, start=num_known):
         check_param(shard_of(param), index)
     layouts = make_subgroups([[shard_of(param) for param in params]], offload.subgroup_numel)

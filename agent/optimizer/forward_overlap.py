@@ -43,7 +43,8 @@ class ForwardOverlap:
         optimizer.overlap = self
 
     def rebuild(self) -> None:
-        """Starts again for other parameters of the optimizer, which calls it: the next forward is observed."""
+        """Restarts the overlap for changed parameters of the optimizer: `step()` waits for the whole update again until
+        one forward was observed. The optimizer calls this method when its parameters have changed."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.background = False
@@ -154,18 +155,18 @@ def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.
 
 
 def overlap_forward(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: torch.nn.Module) -> ForwardOverlap:
-    """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as the update is
-    certain, and the next forward waits for each weight where the weight is read. Results are the same, bit for bit.
-    `close()` of the returned handle ends this; so does `optimizer.close()`.
+    """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as it is certain
+    that the update will be done, and the next forward waits for each weight where the weight is read. Results
+    are the same, bit for bit. `close()` of the returned handle ends the overlap; so does `optimizer.close()`.
 
     optimizer: a `tidegate.AdamW` with `Offload(gradients="release")`, or a wrapper of a framework that holds one.
         Released gradients are needed because nothing else may write to gradients that an update still reads.
     model: the module that holds all parameters of the optimizer. Methods other than its `forward` that read weights
         during training must call `tidegate.wait()` first.
 
-    ConfigError, with nothing changed, for another optimizer, for one that overlaps a forward already, for parameters
-    that are not in the model, and for models in which reads of weights cannot be intercepted (`torch.compile`, FSDP2,
-    other DTensors).
+    Raises ConfigError, with nothing changed, for another optimizer, for one that overlaps a forward already, for
+    parameters that are not in the model, and for models in which reads of weights cannot be intercepted
+    (`torch.compile`, FSDP2, other DTensors).
     """
     inner = unwrapped(optimizer, "overlap_forward")
     _require_module(model)
@@ -177,7 +178,8 @@ def wait(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> None:
     """Waits for the end of the last update; to be called before weights are read or written outside a training
     forward.
 
-    optimizer: a `tidegate.AdamW`, or a wrapper of a framework that holds one. ConfigError for another optimizer.
+    optimizer: a `tidegate.AdamW`, or a wrapper of a framework that holds one. Raises ConfigError for any
+        other optimizer.
     """
     unwrapped(optimizer, "wait").wait()
 
@@ -188,7 +190,8 @@ def _require_module(model: object) -> None:
 
 
 def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
-    """ConfigError unless each read of an optimizer's weight in the model's forward can wait for its update."""
+    """Raises ConfigError unless the forward of the model can wait for the update of each weight before it reads the
+    weight."""
     if optimizer.overlap is not None:
         raise ConfigError(
             "overlap_forward was called for this optimizer before: call close() on the object that it returned first."

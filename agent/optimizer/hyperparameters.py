@@ -84,7 +84,7 @@ def complete_loaded_groups(groups: Sequence[dict[str, Any]], defaults: Mapping[s
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    """ConfigError unless `max_grad_norm` is a number above 0 or None."""
+    """Raises ConfigError unless `max_grad_norm` is None or a number above 0."""
     if max_grad_norm is not None:
         check_number("max_grad_norm", max_grad_norm, above=0.0, of=" (None for no clipping)")
 

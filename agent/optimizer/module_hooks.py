@@ -8,8 +8,8 @@ from typing import Any
 
 
 class ModelHook:
-    """A module hook that calls a method with `first` and then the arguments of the hook. Does nothing when the object
-    of the method no longer exists.
+    """A module hook that calls `method` with the arguments `first`, followed by the arguments that torch passes to the
+    hook. It holds only a weak reference to the object of `method`, and does nothing when this object no longer exists.
 
     A module with such hooks does not keep the optimizer alive, and can be copied and pickled. The hooks of the copy do
     nothing, because the optimizer works on the parameters of the original.

@@ -30,7 +30,7 @@ _LEAST: Final = {
     "headroom_bytes": 0,
     "gradient_memory_bytes": 0,
 }
-"""Smallest value of each setting that is a whole number."""
+"""Minimum of each setting that must be an integer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class Offload:
         gradient would not fit. 0 for the memory that weights, state and headroom leave. This does not count
         activations: set it, or `headroom_bytes`, where activations take much of the device (bytes; default 0).
     policy: "interleaved", or a baseline: "sequential", "twinflow" (word; default "interleaved").
-    watchdog_seconds: LaneStuckError when one op takes longer; more than 0 (seconds; default 120.0).
+    watchdog_seconds: longest duration of an op, more than 0; LaneStuckError is raised if an op takes longer
+        (seconds; default 120.0).
     paths: storage for state that is neither on the device nor in host memory: directories or "s3://bucket/prefix", by
         name; or `PathSettings`, `ObjectSettings` (places by name; default {}).
     tier_split: weights that divide this state among the paths, "nvme:2,pfs:1"; "auto": by measured speeds; "eq1": in
@@ -77,7 +78,7 @@ class Offload:
     host_slots: staging slots in host memory for each path, at least 1; three let a fetch, an update and a flush overlap
         (count; default 3).
 
-    ConfigError for a value of another type or out of these bounds; KnobError, which is one, for those of knobs.
+    Raises ConfigError for a value of another type or out of these bounds; for a knob, this is a KnobError (a subclass).
     """
 
     stride: Stride = AUTO

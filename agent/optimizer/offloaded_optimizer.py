@@ -1,5 +1,5 @@
-"""The base of optimizers whose state is kept by an engine: the engine, its parameters and their changes, its knobs, and
-its end."""
+"""The base class of optimizers whose state is kept by an engine: builds, rebuilds and closes the engine, follows
+changes of the parameters, and applies knobs."""
 
 from __future__ import annotations
 

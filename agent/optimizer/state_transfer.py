@@ -79,8 +79,8 @@ def check_transferable(engine: Engine, has_state: bool, moved: str, reordered: b
 
 
 def warn_of_removed(mapping: ParameterMapping, steps: Sequence[int]) -> None:
-    """Logs a warning if the state of removed parameters is lost, for users who want to add these parameters again
-    later.
+    """Logs a warning if removed parameters had state, which is lost now. Users may expect that the state is kept until
+    they add the parameters again.
 
     steps: number of updates of each parameter, by old number.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tidegate.errors import EngineError
 
 Closure = Callable[[], float]
-"""Re-evaluates the model and returns the loss, as in `torch.optim.Optimizer.step`."""
+"""Function that re-evaluates the model and returns the loss, as in `torch.optim.Optimizer.step`."""
 
 
 class StepGuard:
@@ -24,7 +24,7 @@ class StepGuard:
         return bool(self._running)
 
     def run(self, step: Callable[[Closure | None], float | None], closure: Closure | None) -> float | None:
-        """Calls `step(closure)`; EngineError when another step is running."""
+        """Calls `step(closure)` and returns its result. Raises EngineError if another step is running."""
         call = object()
         try:
             if self._running.setdefault("call", call) is not call:

@@ -17,8 +17,11 @@ class OptimizerWrapper(Protocol):
 
 
 def unwrapped(optimizer: Any, caller: str) -> AdamW:
-    """The `tidegate.AdamW` inside an optimizer that was passed to the function `caller`. ConfigError when there is
-    none."""
+    """Returns the `tidegate.AdamW` that is the given optimizer or is wrapped in it. Raises ConfigError if there is
+    none.
+
+    caller: name of the public function that was called with this optimizer, for the error's text.
+    """
     inner = innermost(optimizer)
     if isinstance(inner, AdamW):
         return inner
@@ -29,8 +32,8 @@ def unwrapped(optimizer: Any, caller: str) -> AdamW:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Returns the innermost optimizer. Wrappers of Accelerate, Lightning and others hold it in their attribute
-    `optimizer`, DeepSpeed's in `tidegate`."""
+    """Returns the innermost optimizer. Wrappers of Accelerate, Lightning and other frameworks hold the wrapped
+    optimizer in the attribute `optimizer`; DeepSpeed's wrapper holds it in the attribute `tidegate`."""
     current = optimizer
     while not isinstance(current, AdamW):
         inner = getattr(current, "tidegate", None) or getattr(current, "optimizer", None)

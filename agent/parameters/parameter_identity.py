@@ -84,11 +84,11 @@ class ParameterRecords:
         return next((i for i, (a, b) in enumerate(pairs) if a is not b), min(len(params), len(self._params)))
 
     def are_exchanged(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether parameters were replaced by others to which the old state cannot be assigned: all old parameters are
-        gone, or parameters that are not divided among ranks were replaced by divided ones.
+        """Whether parameters were replaced by others to which the old state cannot be assigned. This is so if none of
+        the old parameters is left, or if parameters that are not divided among ranks were replaced by divided ones.
 
-        Parameters that change their group, or are removed, do not count as replaced. Parameters that are added to
-        remaining ones are new parameters, such as a new head.
+        Parameters that only change their group, or are removed without a replacement, do not count as replaced. If old
+        parameters remain, parameters that are added (such as a new head) count as new.
         """
         before, now = {id(param): param for param in self._params}, {id(param): param for param in params}
         left = [param for key, param in before.items() if key not in now]

@@ -41,7 +41,7 @@ _LEAST: Final = {
     "capacity_bytes": 0,
     "wear_bytes_per_day": 0,
 }
-"""Smallest value of each setting that is a whole number."""
+"""Minimum of each setting that must be an integer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from tidegate.errors import ConfigError
 from tidegate.knobs.setting_checks import check_number, check_text, check_whole
 
 _LEAST: Final = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0}
-"""Smallest value of each setting that is a whole number."""
+"""Minimum of each setting that must be an integer."""
 
 SCHEME: Final = "s3://"
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

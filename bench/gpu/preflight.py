@@ -73,8 +73,8 @@ def _packages(wheels: Path | None) -> list[str]:
 
 
 def _built() -> bool:
-    """Whether Tidegate's C++ extension is built. True if only another package is missing for its import, which is
-    reported separately."""
+    """Whether Tidegate's C++ extension is built. Also True if its import fails only because another package is
+    missing; that package is reported separately."""
     try:
         importlib.import_module("tidegate.kernels._native")
     except ModuleNotFoundError as error:
@@ -107,7 +107,8 @@ def _cuda() -> list[str]:
 
 
 def absent_sides(dry: bool, wheels: Path | None) -> list[str]:
-    """Messages about trainings to compare with that cannot run. Their rows are not measured, the other rows are."""
+    """One message for each reason why a training that Tidegate is compared with cannot run. Only the rows (results)
+    of that training are then not measured."""
     sides = [need for need in needs() if need.kind == "side"]
     found = [need.problem() for need in sides if need.name not in _named(wheels) and need.problem()]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")

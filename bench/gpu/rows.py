@@ -18,7 +18,8 @@ from bench.gpu.target import Target
 STAGE_SECONDS = 430.0
 """Seconds of a stage for its rows. bench/gpu.sh ends the stage after 480 seconds."""
 ALL = 0.9
-"""Share of a stage's time that is as much as a row can get: it is then not measured again."""
+"""A row that got at least this share of STAGE_SECONDS and still lacked time is not measured again, because it cannot
+get more time."""
 
 
 class Rows:

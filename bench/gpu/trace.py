@@ -1,5 +1,5 @@
-"""Stage: do copies in both directions and updates run at the same time? Compares Kineto's trace of an update with the
-timeline of the engine.
+"""Stage: measures how far copies in both directions and updates run at the same time. Compares Kineto's trace of an
+update with the timeline of the engine.
 
 `busy_seconds`: union of the intervals of each kind (h2d, d2h, device). `overlap`: time in which two kinds are both in
 progress, divided by the busy time of the shorter one. `kineto`: measured by CUPTI. `ours`: measured by the engine's

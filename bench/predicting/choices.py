@@ -11,8 +11,8 @@ from typing import Final
 from tidegate.knobs.knobs import Knobs, specs_for
 
 STRIDES: Final = ("off", "off", "off", 3.0, 5.0, 8.0, 12.0)
-"""Strides to draw from. The emulated device is slower than the CPU, so that large strides and `off` are the best of
-them."""
+"""Strides to draw from. The emulated device is slower than the CPU, so that the fastest configurations have a large
+stride or `off`."""
 STATIC_RATIOS: Final = (0.0, 0.0, 0.125, 0.25, 0.5)
 CACHES: Final = (0.0, 0.0, 0.25, 0.5, 0.75, 1.0)
 """Sizes of the host cache to draw from, as a share of the state."""
@@ -21,8 +21,8 @@ ORDERS: Final = ("pinned", "pinned", "alternate")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Properties that knobs do not change: its paths, and the size of its subgroups. There is one training for each
-    kind."""
+    """Properties of a training that knobs do not change: the names of its paths, and the parameters of a subgroup.
+    There is one training for each kind."""
 
     paths: tuple[str, ...]
     subgroup_numel: int

@@ -61,9 +61,10 @@ V100_DEVICE: Final = 35e9 / 4
 class Cards:
     """The rate cards of all machines, and the assumptions that all rows share.
 
-    blocks_of_20b: blocks of the model 20B. 44 blocks give the 294 GiB of state in DOS Table 2, the 48 of the table
-    would give 320 GiB. pinned_cache: the cache keeps the same subgroups in every step, so that all of it holds state,
-    instead of alternating. gradient: as in `Setting`; 4 GB/s in DOS Table 1, 2.5 GB/s in section 4.1.
+    blocks_of_20b: blocks of the model 20B. 44 blocks give the 294 GiB of state in DOS Table 2; the 48 blocks stated
+    there would give 320 GiB. pinned_cache: the cache keeps the same subgroups in every step, so that all of it holds
+    state; if False, the order of updates alternates. gradient: as in `Setting`; 4 GB/s in DOS Table 1, 2.5 GB/s in
+    section 4.1.
     """
 
     jlse: Machine = JLSE

@@ -30,7 +30,8 @@ DEEPSPEED_BYTES: Final = 28
 """Bytes per parameter of host memory traffic of DeepSpeed's update on the CPU: weight and both moments, read and
 written in fp32, and the fp32 gradient."""
 DOWNSCALED_BYTES: Final = DEEPSPEED_BYTES + 6
-"""The same with a second pass, which reads the new fp32 weight again and writes it in 16 bits (DOS 4.2, D_c)."""
+"""Bytes per parameter of host memory traffic of an update on the CPU with a second pass, which reads the new fp32
+weight again and writes it in 16 bits (DOS 4.2, D_c)."""
 JLSE_DEVICE: Final = 100e9 / 4
 """Parameters per second that one H100 updates. DOS 1 states 100 G/s for four GPUs; MLP 4.2 states 40 G/s for four."""
 JLSE_COPY: Final = 12e9 / 4 * 2
@@ -163,12 +164,13 @@ def cache_bytes(s: Setting) -> float:
 
 
 _LONG: Final = 1e6
-"""Seconds: a backward that is long enough to hide all copies. The time that it cannot hide is added separately."""
+"""Length in seconds of a simulated backward during which all early copies can end. The time by which gradient copies
+make the real backward longer is added separately."""
 
 
 def _share(s: Setting, cpu_bytes: int) -> NodeShare:
-    """The share of a rank. cpu_bytes: bytes per parameter of an update on the CPU; with more bytes (a second pass) it
-    takes longer in proportion."""
+    """The share of one rank in its node. cpu_bytes: host memory traffic of an update on the CPU, in bytes per
+    parameter. The time of the update is proportional to it, so that a second pass makes the update longer."""
     rate = (s.machine.cpu_params_per_second or 0.0) * DEEPSPEED_BYTES / cpu_bytes
     return NodeShare(replace(s.machine, cpu_params_per_second=rate), s.work, cpu_bytes)
 

@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO-3 with CPU offload and one change: gradients are copied to host memory on a separate CUDA stream.
 
 DeepSpeed 0.19.8 copies a gradient to the host, back, and as fp32 to the host again, in the stream that reduces
-gradients, so that the next ones wait. Here a gradient is converted to fp32 on the device and copied once, while the
-backward continues; `step()` waits for the remaining copies. With it, benches can separate the gain of asynchronous
+gradients, so that the next gradients wait. Here a gradient is converted to fp32 on the device and copied once, while
+the backward continues; `step()` waits for the remaining copies. With it, benches can separate the gain of asynchronous
 copies from the other gains of Tidegate.
 """
 

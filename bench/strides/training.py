@@ -56,7 +56,7 @@ class Training:
         """Slows the CPU update down to this rate, as the lanes of an emulated device are, so that other load on the
         machine matters less.
 
-        It wraps the engine's own op, in this bench only.
+        For this, the bench replaces the engine's function for CPU updates by a wrapper that waits.
         """
         runner = self.optimizer.engine._runner
         update = runner._cpu_update

@@ -45,9 +45,9 @@ class Settings(BaseModel):
     tls_key: Path | None = None
     """PEM file with the private key of the certificate. None: the key is in the file `tls_certificate`."""
     forgiven_failures: int = Field(default=20, ge=1)
-    """Number of failed requests after which the daemon answers 429 with a time to wait, for each token and each
-    address. A request with an invalid token counts for its token and its address; a request with a valid token that
-    does not grant it counts for the token only."""
+    """Number of failed requests that are allowed for each token and each address. After that the daemon answers 429
+    with a time to wait. A request with an invalid token counts for the token and the address. A request with a valid
+    token that lacks the required scope or run counts for the token only."""
     request_seconds: float = Field(default=10.0, gt=0, le=3_600)
     """A connection without a valid token is closed after this time without an answered request."""
     lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
@@ -55,8 +55,8 @@ class Settings(BaseModel):
     proposal_seconds: float = Field(default=5.0, gt=0)
     """A proposed generation is aborted when not all ranks have voted within this time."""
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
-    """Steps that were reported longer ago are not served, and are deleted, except for the last step of each rank. At
-    most the newest 256 steps of each rank are kept."""
+    """Seconds for which a reported step is kept. Older steps are not served and are deleted, except for the last step
+    of each rank. At most the newest 256 steps of each rank are kept."""
     keep_runs_seconds: float = Field(default=30 * 86_400.0, gt=0)
     """Runs that have ended are deleted this long after the last message of any rank; their audit log stays."""
     max_body_bytes: int = Field(default=MAX_BODY_BYTES, gt=0)

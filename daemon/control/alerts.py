@@ -57,11 +57,11 @@ class AlertRegistry:
         """Known alerts by run and fingerprint. Changed alerts are moved to the end."""
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
-        """The alerts of a run, worst first."""
+        """The alerts of a run, most severe first; with `state`, only the alerts in this state."""
         return self._shown(state, lambda alert: alert.view.run == run)
 
     def everywhere(self, state: AlertState | None = None) -> list[AlertView]:
-        """The alerts of all runs and those without a run, worst first."""
+        """All alerts, with and without a run, most severe first; with `state`, only the alerts in this state."""
         return self._shown(state, lambda _: True)
 
     def record(self, alerts: Sequence[AlertView], actor: str, owner: str = "") -> AlertResult:

@@ -11,9 +11,10 @@ from tidegate.wire.knobs import KnobsView
 from tidegate.wire.run import RunView
 
 MAX_BYTES: Final = 48 << 20
-"""Clients accept 64 MB. 10,000 runs without their ranks fit."""
+"""Largest answer in bytes, below the 64 MiB that clients accept. It is enough for 10,000 runs without their ranks."""
 REFUSAL_CHARACTERS: Final = 40
-"""Length to which the reasons of refusals are cut where they do not fit. 100,000 ranks with such reasons fit."""
+"""Number of characters to which refusal reasons are cut in an answer that would be too large. 100,000 ranks with
+reasons of this length fit into `MAX_BYTES`."""
 
 
 def bounded_runs(views: Iterable[RunView], max_bytes: int = MAX_BYTES) -> list[bytes]:
@@ -50,7 +51,11 @@ def _shortened(
     weight: Callable[[RunView, int], float],
     max_bytes: int,
 ) -> list[bytes]:
-    """The answers, of which as many as necessary are shortened, those with the largest weight first."""
+    """The answers (the views in JSON), with as many of them shortened as are needed to fit into `max_bytes`.
+
+    shorten: makes a smaller view. weight: a sort key from a view and the bytes of its answer; answers with the largest
+    weight are shortened first.
+    """
     excess = sum(map(len, answers)) + len(answers) + 1 - max_bytes  # with brackets and commas
     shortened = list(answers)
     order = sorted(range(len(views)), key=lambda number: weight(views[number], len(answers[number])), reverse=True)

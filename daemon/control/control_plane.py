@@ -174,7 +174,11 @@ class ControlPlane:
         reason: str,
         trial: tuple[CanaryRequest, Predicted] | None = None,
     ) -> Generation:
-        """Proposes new knobs as the next generation; the caller has checked If-Match."""
+        """Proposes new knobs as the next generation. The caller has checked If-Match.
+
+        knobs: all knobs after the change. changes: the changed knobs only. trial: the requested trial of the change and
+        its predicted update times; None: no trial.
+        """
         at, deadline = self._clock.wall(), self._clock.mono() + self._proposal_seconds
         self._events.apply(
             run,
@@ -191,7 +195,10 @@ class ControlPlane:
         return run.latest
 
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
-        """Proposes the knobs of an earlier generation as the next generation."""
+        """Proposes the knobs of generation `to` as the next generation.
+
+        `to` None: the generation before a running trial, else the newest one committed before the present generation.
+        """
         return self._trials.roll_back(run, to, author, reason)
 
     async def load_last_steps(self, run: Run) -> None:

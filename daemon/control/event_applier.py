@@ -25,7 +25,8 @@ class EventApplier:
         self, run: Run, event: ControlEvent, agents: Sequence[AgentRecord] = (), also: Sequence[AuditNote] = ()
     ) -> None:
         """Applies an event to the run: decides, stores the decisions with `agents` and the audit rows `also` in one
-        transaction, and notifies. Votes alone are not stored."""
+        transaction, and notifies. A vote or a rank's first step with a generation is kept in memory only, unless it
+        leads to another decision."""
         before = run.control
         control, decisions = decide(before, event)
         notes = [decision_note(run.name, before, d, self._clock.wall()) for d in decisions if d.kind in AUDITED]

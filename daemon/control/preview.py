@@ -189,7 +189,8 @@ def preview(
 ) -> KnobPreview:
     """The changed knobs, and the predicted update before and after the change. Slow: run it in a thread.
 
-    paths: whether the run has storage paths, and so the knobs of storage.
+    generation: number of the generation that the change is based on. paths: whether the run has storage paths; without
+    paths the preview leaves out the knobs of storage.
     """
     try:
         return _preview(run, generation, before, after, inputs, paths=paths)

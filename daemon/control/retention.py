@@ -38,7 +38,7 @@ STEPS_BYTES_OF_A_TOKEN: Final = 384 << 20
 """Limit of the estimated memory in bytes of the steps of one token's ranks. It is enough for the complete last step of
 each of 512 ranks with 64 paths."""
 FIT_SECONDS: Final = 1.0
-"""Time between two checks of `STEPS_BYTES_OF_A_TOKEN`."""
+"""Seconds between two checks that the steps in memory are within `STEPS_BYTES_OF_A_TOKEN`."""
 DELETED_AT_ONCE: Final = 20
 """Runs deleted in one transaction, at most, because other changes wait for the transaction."""
 SWEEP_SECONDS: Final = 30.0

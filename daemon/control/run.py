@@ -25,7 +25,7 @@ RECENT_STEPS: Final = 20
 EVENTS_KEPT: Final = 1_000
 """Events in memory of each run."""
 WOKEN_AT_ONCE: Final = 16
-"""Waiting requests that are woken together."""
+"""Number of waiting requests that are woken in one batch."""
 BATCH_PAUSE_SECONDS: Final = 0.008
 """Pause between two batches of woken requests: about the time that the responses of one batch take."""
 
@@ -200,7 +200,8 @@ class Run:
     event_notifier: Notifier = field(default_factory=Notifier)
     """Notified on every event."""
     directive_notifier: Notifier = field(default_factory=Notifier)
-    """Notified when the directive for the ranks changes. `event_notifier` would wake all ranks at every report."""
+    """Notified when the directive for the ranks changes. It is separate from `event_notifier`, which is
+    notified at every report and would wake all waiting ranks."""
     _lead_and_paths_cache: tuple[int, tuple[str, ...]] = (-1, ())
     _cached_for: frozenset[int] | None = None
     """The present ranks for which `_lead_and_paths_cache` was computed; None: it must be computed again."""

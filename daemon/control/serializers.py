@@ -127,8 +127,8 @@ def knobs_of(generation: Generation) -> Knobs:
 def directive(run: Run, rank: int) -> Directive:
     """The directive for a rank: the committed knobs, and a proposal that the rank has not voted on yet.
 
-    Stored knobs may name storage paths that no longer exist. The rank gets the committed knobs for its own paths, and
-    votes on the proposed knobs for the run's paths.
+    Stored knobs may name storage paths that no longer exist; these knobs become `auto` in the directive. The committed
+    knobs are checked against the rank's own paths, the proposed knobs against the run's paths.
     """
     pending, paths = run.control.pending, run.members[rank].hello.paths
     proposed = pending if pending is not None and rank not in pending.votes else None
@@ -142,7 +142,10 @@ def directive(run: Run, rank: int) -> Directive:
 
 @functools.lru_cache(maxsize=1024)  # most ranks of a run get the same knobs
 def _fitted(knobs: tuple[tuple[str, KnobValue], ...], paths: tuple[str, ...]) -> KnobChanges:
-    """The knobs restricted to these storage paths."""
+    """The knobs for a run with these storage paths: a `tier_split` that names another path becomes `auto`.
+
+    Without paths, all knobs of storage become `auto`.
+    """
     return Knobs(**dict(knobs)).fitted(paths).as_dict()  # type: ignore[arg-type]
 
 

@@ -12,7 +12,8 @@ _STEP_BYTES: Final = 3_000
 _ROW_BYTES: Final = 1_000
 _STATE_BYTES: Final = 3_000
 _ENTRY_BYTES: Final = 400
-"""As measured, rounded up. Rows of a step whose texts all have the largest length take twice as much."""
+"""Estimated bytes of a dictionary entry of a step. This and the three constants above (a step, a row, a path's state)
+are measured sizes, rounded up. Rows whose texts all have the largest allowed length take twice the estimate."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -53,7 +54,7 @@ def without_rows(step: StepReport) -> StepReport:
 
 
 def _summed(step: StepReport) -> StepReport:
-    """The step with one row for each direction, and one for each path and operation."""
+    """The step with bytes summed in one row for each link direction, and one row for each path and operation."""
     links = _bytes_by((row.direction, row.bytes) for row in step.links)
     paths = _bytes_by(((row.path, row.operation), row.bytes) for row in step.paths)
     rows = {

@@ -19,13 +19,14 @@ WRITE_SECONDS: Final = 1.0
 UNWRITTEN_KEPT: Final = 50_000
 """Steps in the buffer, at most, while the database refuses them; then the oldest are dropped."""
 STEPS_BEFORE_CLEANING: Final = 32
-"""New steps of an agent until its old steps are deleted: deleting one old step for each new one doubles the work."""
+"""Number of new steps of an agent after which its old steps are deleted. To delete one old step with each new step
+would double the work."""
 SWEEP_SECONDS: Final = 3_600.0
 """Longest time between two deletions of steps older than `keep_seconds`; it is `keep_seconds` if that is shorter."""
 SHORTEST_SWEEP_SECONDS: Final = 60.0
 """Shortest time between two such deletions, because each examines the last step of every agent that is gone."""
 _AFTER_ALL: Final = 2**63 - 1
-"""A number above every step."""
+"""A number larger than every step number. As the first step to keep of an agent, it means: delete all of its steps."""
 log = logging.getLogger(__name__)
 
 
@@ -110,7 +111,7 @@ class StepWriter:
             log.error("steps could not be written to the database, %d are kept: %s", len(self._unwritten), error)
 
     def forget(self, agent: str) -> None:
-        """Drops the count of new steps of an agent that sends no more. The count decides when old steps are deleted."""
+        """Drops the count of new steps of an agent that has ended. The count decides when old steps are deleted."""
         self._uncleaned.pop(agent, None)
 
     def drop(self, agent: str) -> None:

@@ -36,9 +36,10 @@ EVALUATION_INTERVAL_FACTOR: Final = 20.0
 """Pause before the next evaluation of a trial, as a multiple of the time that an evaluation took: an evaluation reads
 all steps of all ranks."""
 REPORTS_A_TRIAL: Final = 8
-"""Number of reports of each rank during a trial, at least, so that the trial ends soon after its deciding step."""
+"""Minimum number of reports that each rank is asked to send during a trial. With frequent reports the trial ends soon
+after the step that decides it."""
 SHORTEST_REPORT_SECONDS: Final = 0.1
-"""Shortest time between two reports."""
+"""Shortest interval between two reports of a rank that the daemon requests during a trial."""
 COMMITTED_STATES: Final = frozenset({"committed", "applied"})
 """States of generations that were committed."""
 
@@ -97,7 +98,7 @@ class Trials:
         )
 
     def report_seconds(self, run: Run) -> float | None:
-        """Seconds between two reports of a rank during a trial; None if there is no trial."""
+        """Seconds between two reports that ranks are to keep while a trial has no verdict; None without a trial."""
         canary = run.control.committed.canary
         if canary is None or canary.state != "waiting":
             return None
@@ -119,7 +120,11 @@ class Trials:
             self.tick(run, self._clock.mono())
 
     def tick(self, run: Run, now: float) -> None:
-        """Proposes a rollback while a condemned generation is committed. Changes of operators have priority."""
+        """Proposes a rollback while the committed generation is condemned (its trial found it harmful).
+
+        It does nothing while another proposal is pending, so changes of operators have priority. `now` is on the
+        monotonic clock.
+        """
         committed, canary = run.control.committed, run.control.committed.canary
         if canary is None or canary.state != "condemned":
             self._next_request.pop(run.name, None)
@@ -142,7 +147,10 @@ class Trials:
         self._not_before.pop(run, None)
 
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
-        """Proposes the knobs of an earlier generation as a new one. Raises a problem if that is not possible."""
+        """Proposes the knobs of generation `to` as a new generation. Raises a problem if that is not possible.
+
+        `to` None: the generation before a running trial, else the newest one committed before the present generation.
+        """
         target = self._target(run, to)
         now = run.control.committed.knobs
         knobs = self._knobs(run, target)
@@ -152,7 +160,8 @@ class Trials:
         return self._propose(run, target, author, reason or f"Back to generation {target.number}.")
 
     def _target(self, run: Run, to: int | None) -> Generation:
-        """The generation to roll back to. None: the one before a trial, else the newest earlier committed one."""
+        """The stored generation `to`. None: the generation before a running trial, else the newest one committed before
+        the present generation. Raises a problem if there is none, or if it cannot be read."""
         committed = run.control.committed
         if to is None and committed.canary is not None and committed.canary.open:
             to = committed.canary.base
@@ -182,7 +191,7 @@ class Trials:
         return run.latest
 
     def _knobs(self, run: Run, target: Generation) -> KnobChanges:
-        """The target's knobs, restricted to the storage paths that the run has now."""
+        """The target's knobs; a `tier_split` that names a storage path that the run no longer has becomes `auto`."""
         return serializers.knobs_of(target).fitted(run.paths).as_dict(paths=bool(run.paths))
 
     def _steps(self, run: Run, skip: int = 0) -> list[StepOfAllRanks]:

@@ -72,7 +72,10 @@ class Turns:
             yield
 
     async def _wait_for_lock(self) -> None:
-        """Acquires the lock after those that wait already. Raises ProblemError 503 after `TURN_SECONDS`."""
+        """Acquires the lock of turns, after the callers that already wait for it.
+
+        Raises ProblemError 503 after `TURN_SECONDS`.
+        """
         self._num_waiting += 1
         try:
             async with asyncio.timeout(TURN_SECONDS):

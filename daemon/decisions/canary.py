@@ -24,8 +24,8 @@ UNCOUNTED_STEPS: Final = 1
 SIGNIFICANT_SCORE: Final = 2.33
 """Standard score that chance exceeds with a probability of 1 %."""
 EARLY_SHARE, EARLY_RATIO = 4, 1.5
-"""The trial stops early after a quarter of its steps (at least 3) if each of them took more than 1.5 times as long as
-the slowest step before."""
+"""Limits for ending a trial early. A trial ends when 1/`EARLY_SHARE` of its steps (at least 3) have run, and each of
+them took more than `EARLY_RATIO` times as long as the slowest step before the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,10 @@ def _in_words(m: CanaryMeasure) -> str:
 
 
 def _short_of_memory(canary: Canary, after: Sequence[StepOfAllRanks]) -> str:
-    """The complaint if the change left less than `min_headroom` of device memory free, else empty."""
+    """A sentence if the change left less than `min_headroom` of device memory free; else empty.
+
+    It is empty, too, where less was free before the change already, or where the memory's size is unknown.
+    """
     before = min((s.free_share for s in canary.before if s.free_share is not None), default=None)
     now = min((s.free_share for s in after if s.free_share is not None), default=None)
     if before is None or now is None or now >= canary.min_headroom or before < canary.min_headroom:

@@ -33,7 +33,7 @@ NO_RANKS: Final = "No rank is running: takes effect when the run starts again."
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """The vote of one rank: whether it can run with the proposed knobs, and why not."""
+    """The vote of one rank. `can`: whether it can run with the proposed knobs. `reason`: why not, if it cannot."""
 
     can: bool
     reason: str
@@ -82,7 +82,8 @@ class ControlState:
 class NewProposal:
     """Event: new knobs are proposed. `at`: seconds since the epoch; `deadline`: on the monotonic clock.
 
-    commit: skips the vote, for the start-up settings of a run with `reset_knobs`.
+    knobs: all knobs. changes: the changed knobs only. commit: the generation is committed without a vote, which is for
+    the start-up settings of a run with `reset_knobs`.
     """
 
     knobs: KnobChanges
@@ -118,7 +119,7 @@ class RankApplied:
 
 @dataclass(frozen=True, slots=True)
 class RankJoined:
-    """Event: a rank is present. `fresh`: a new agent holds it, so the vote of the agent before is discarded."""
+    """Event: a rank has become present. `fresh`: it has a new agent, so the vote of its former agent is discarded."""
 
     rank: int
     fresh: bool

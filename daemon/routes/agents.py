@@ -119,5 +119,5 @@ async def vote(
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])
 async def goodbye(plane: Plane, agent: OwnAgent) -> None:
-    """The rank ends on purpose."""
+    """Signs the agent off: its rank has finished."""
     await plane.turns.do(plane.goodbye, agent)

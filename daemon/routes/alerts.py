@@ -19,7 +19,7 @@ router = APIRouter(tags=["alerts"])
 MAX_ALERTS = 1_000
 MAX_LABELS = 32
 LABEL, VALUE, TEXT, URL = 64, 200, 2_000, 500
-"""Longest label names, label values, texts and URLs, in characters; longer ones are cut."""
+"""Maximum lengths of label names, label values, texts and URLs, in characters; longer ones are cut."""
 
 Texts = Annotated[
     dict[Annotated[str, Field(max_length=1_024)], Annotated[str, Field(max_length=65_536)]], Field(max_length=200)

@@ -72,7 +72,7 @@ def _complete(method: str, path: str, operation: Json) -> None:
 
 
 def _values(spec: KnobSpec) -> Json:
-    """The JSON schema of a knob's values in any run; `GET …/knobs` has the bounds in one run."""
+    """The JSON schema of the values that a knob can have in any run. The bounds for one run are in `GET …/knobs`."""
     words: list[Json] = [{"type": "string", "enum": list(spec.words)}] if spec.words else []
     match spec.kind:
         case "number":

@@ -1,6 +1,6 @@
 """FastAPI dependencies of routes: the control plane, the caller, the agent.
 
-All of them are async functions: FastAPI would run others in a thread at each request.
+All dependencies are async functions, because FastAPI runs each call of a synchronous dependency in a thread.
 """
 
 from __future__ import annotations

@@ -113,9 +113,10 @@ def _make(
     before: Knobs,
     prediction: KnobPreview | None,
 ) -> Generation | None:
-    """Makes the generation. None if its trial needs a new prediction, because the committed knobs have changed.
+    """Proposes a new generation with the changes of `patch`, and returns it.
 
-    before: the committed knobs for which `prediction` was made.
+    before: the committed knobs for which `prediction` was made. Returns None if a trial is requested and the committed
+    knobs are no longer `before`: then the prediction must be made again.
     """
     _check_match(run, if_match)  # the knobs may have been changed meanwhile
     now, after = _changed(run, patch.changes)

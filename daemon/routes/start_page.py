@@ -98,7 +98,7 @@ def _file(name: str) -> Response:
 
 
 def _lines(request: Request) -> list[tuple[str, str]]:
-    """The lines of the start page, each with the path of its link, or an empty text."""
+    """The lines of the start page: pairs of a text and the path of its link; an empty path means no link."""
     metrics = [("Metrics of the daemon itself, for Prometheus", "/metrics")] if request.app.state.metrics else []
     return [
         ("It stores the knobs of training runs, and shows what the runs do.", ""),

@@ -2,9 +2,10 @@
 
 File descriptors are divided into three parts: `OWN_DESCRIPTORS` for the daemon itself; at most `unauthorized_limit`
 connections without a valid token; and the rest, at least three quarters, for connections with a valid token. A new
-connection is always accepted. Where there are too many connections without a valid token, the daemon closes the oldest
-connection of the address (IPv6: the /64 network) that has most of them. So a client that opens many connections only
-displaces its own. A client that sends its request at once needs its place only until the request has arrived.
+connection is always accepted. If there are then too many connections without a valid token, the daemon closes one: the
+oldest connection of the address (IPv6: the /64 network) that has the most of them. So a client that opens many
+connections only displaces its own connections. A client that sends its request at once is in this group only until the
+request has arrived.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OWN_DESCRIPTORS: Final = 128
 MAX_UNAUTHORIZED: Final = 1_024
 """Connections without a valid token, at most."""
 MIN_CONNECTIONS: Final = 16
-"""Lower bound of each limit, whatever the limit of file descriptors is."""
+"""Minimum of each limit on the number of connections, even if fewer file descriptors are available."""
 LOG_SECONDS: Final = 60.0
 """Refusals are logged at most once in this time."""
 REQUEST_SECONDS: Final = 75.0
@@ -81,8 +82,8 @@ class Connection:
 class ConnectionLimiter:
     """Counts the connections of a server. Closes connections above the limits, and connections that are too slow.
 
-    count: is called with the reason of each refusal. seconds: the time to send a request with a valid token, TLS
-    handshake included. descriptors: the limit of file descriptors of this process.
+    count: callback, called with the reason of each refusal. seconds: time limit for a client to send a request with a
+    valid token, TLS handshake included. descriptors: maximum number of open file descriptors of this process.
     """
 
     def __init__(self, count: Callable[[Reason], object], *, seconds: float, descriptors: int) -> None:

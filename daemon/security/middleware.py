@@ -31,7 +31,7 @@ REFUSALS = {
 OPEN_BODY_BYTES: Final = 65_536
 """Largest body of a request that needs no token."""
 MAX_OWN_NAMES: Final = 64
-"""Accepted Host headers that are remembered: with wildcards, any number can be valid."""
+"""Maximum number of accepted Host headers in the cache. With wildcards there is no limit on the valid headers."""
 TOO_MANY: Final = (
     "All connections that the daemon's limit of descriptors allows are in use: raise it (ulimit -n, LimitNOFILE)."
 )

@@ -40,9 +40,11 @@ class RouteRequirement:
     scopes: frozenset[str] = frozenset()
     open: bool = False
     any_host: bool = False
-    """Accepts any Host header in requests without Origin: orchestrators and Prometheus send the address of a pod."""
+    """Whether requests without an Origin header may have any Host header: orchestrators and Prometheus send the address
+    of a pod."""
     any_run: bool = False
-    """Accepts a token for any one run: the route itself checks to which runs the token gives access."""
+    """Whether the middleware accepts tokens that are for a single run, whichever it is. The route itself then checks to
+    which runs the token gives access."""
     run: str | None = None
     """The run in the request's path."""
 
@@ -51,7 +53,7 @@ class RouteRequirement:
 
     @property
     def needed(self) -> str:
-        """The scopes of tokens that are sufficient, as text."""
+        """Names of the token scopes that meet the requirement, joined by ` or `, for error messages."""
         return " or ".join(sorted(scope for scope in SCOPES if self.grants(scope)))
 
     def allows_run(self, caller: Caller) -> bool:
@@ -74,11 +76,11 @@ async def _caller_of_any_run(caller: Caller = Security(_caller)) -> Caller:
 
 
 async def _anybody() -> None:
-    """No requirement: no token is needed."""
+    """Dependency of open routes, which need no token: it does nothing."""
 
 
 async def _anybody_any_host() -> None:
-    """No requirement, and no check of the Host header."""
+    """Dependency of open routes without a check of the Host header: it does nothing."""
 
 
 READ: Final = Security(_caller, scopes=["read"])
@@ -146,7 +148,7 @@ class RouteRequirements:
 
 
 def _undeclared(method: str, same_path: Sequence[RouteRequirement]) -> RouteRequirement:
-    """The requirement of a request that no route serves. A caller that meets it gets a 404 or 405 response.
+    """The access requirement of a request that no route serves. A caller that fulfils it gets a 404 or 405 response.
 
     same_path: the requirements of the routes at this path with other methods.
     """

@@ -24,9 +24,9 @@ REFRESH_SECONDS: Final = 2.0
 """The tokens in memory are read from the store again when they are this old."""
 SHORTEST_TOKEN: Final = 16
 LONGEST_TOKEN: Final = 1_024
-"""Bounds of the length of a token in a token directory, in characters."""
+"""Maximum length in characters of a token in a token directory. `SHORTEST_TOKEN` is the minimum length."""
 UNKNOWN_REFRESH_SECONDS: Final = 0.2
-"""The tokens in memory are also read again for an unknown token, when they are this old."""
+"""When a request has an unknown token, the tokens in memory are read from the store again if they are this old."""
 
 
 @dataclass(frozen=True, slots=True)

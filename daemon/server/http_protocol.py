@@ -36,7 +36,7 @@ NO_UPGRADE: Final = "The daemon speaks HTTP/1.1 and nothing else: send a request
 
 
 class _UpgradeWithBody(Exception):
-    """A request that has both a body and an Upgrade header: the parser would take its body for the next request."""
+    """Raised for a request with a body and an Upgrade header: the parser would treat its body as the next request."""
 
 
 class Protocol(PipelinedProtocol):
@@ -78,7 +78,8 @@ class Protocol(PipelinedProtocol):
         self._limiter.progress(self._connection)
 
     def _parse(self, data: bytes) -> None:
-        """Feeds the parser. An Upgrade header is ignored (RFC 9110, 7.8): the connection continues with HTTP/1.1."""
+        """Passes received bytes to the HTTP parser. An Upgrade header is ignored (RFC 9110, 7.8): the connection stays
+        HTTP/1.1."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -123,7 +124,8 @@ class Protocol(PipelinedProtocol):
         self._answer(answer)
 
     def _end(self, reason: Reason) -> None:
-        """Closes the connection for the connection limiter; a request that was too slow gets a 408 response."""
+        """Callback of the connection limiter: closes the connection. A request that is not complete in time first
+        gets a 408 response."""
         if reason == "deadline" and self._connection.incomplete and self.transport.get_write_buffer_size() == 0:
             detail = f"The request did not come in within {self._limiter.seconds:g} s."
             self._answer(problem(408, "too-slow", detail))

@@ -83,7 +83,7 @@ def _configure(synchronous: str, connection: Any, _: Any) -> None:
 
 
 def _change_to_wal(connection: sqlite3.Connection) -> None:
-    """Changes the database to WAL mode. SQLite itself does not wait for another process that does the same."""
+    """Changes the database to WAL mode. Retries while another process does the same: SQLite itself does not wait."""
     latest = time.monotonic() + BUSY_SECONDS
     while True:
         try:

@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 def off_loop(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """The method, run in the object's thread when called inside a turn (`control/turns.py`), otherwise run directly."""
+    """Decorator: a call inside a turn (`control/turns.py`) runs `method` in the object's thread; other calls run it
+    directly."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **more: P.kwargs) -> T:

@@ -30,7 +30,7 @@ class AgentRecord:
     step: int
     applied_generation: int
     last_report: dict[str, Any]
-    """`Member.last_report`, in the column `told`."""
+    """The value of `Member.last_report`: fields of the agent's newest report that belong to no step. Column `told`."""
     owner: str = ""
     """Id of the token that the agent used; empty if unknown."""
 

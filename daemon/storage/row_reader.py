@@ -34,7 +34,7 @@ class RowReader:
                 yield made
 
     def leave_out(self, table: str, key: tuple[Any, ...], error: Exception) -> None:
-        """Remembers and logs a row that cannot be read, once."""
+        """Adds a row that cannot be read to `unreadable` and logs it; does nothing if the row was added before."""
         known = self.unreadable.setdefault(table, set())
         if key not in known:
             known.add(key)

@@ -1,5 +1,5 @@
-"""Interfaces of the arguments of GPU kernels: updates and gradients by address, and a stream. The agent implements
-them."""
+"""Interfaces (protocols) of the GPU kernels and of their arguments: updates and gradients, given by address. The
+agent implements those of the arguments."""
 
 from __future__ import annotations
 

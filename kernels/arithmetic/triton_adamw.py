@@ -38,7 +38,8 @@ UPDATE_WARPS = 8
 """Warps of an update program, with four elements per thread: 16-byte loads of 32-bit arrays, 8-byte loads of 16-bit
 arrays. With eight elements per thread some variants spill registers (`bench/triton_registers.py`)."""
 BLOCKS_PER_PROGRAM = 2
-"""Number of blocks whose squares one program sums. Two blocks have sixteen accumulators each, together one warp."""
+"""Number of blocks whose squares one program sums. Each block has sixteen accumulators, so that the accumulators of
+two blocks fill one warp (32 threads)."""
 ROWS_AT_ONCE = 16
 """Number of loads of a block that are in flight at the same time. The additions must stay in order, so that only more
 loads in flight hide the memory latency."""
@@ -204,8 +205,8 @@ def _adamw_block(
     eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block, with the oracle's order of operations. tl.full makes scalars fp32 also in Triton's
-    interpreter."""
+    """Updates one block, with the oracle's order of operations. Scalars are created with tl.full, so that they are
+    fp32 in Triton's interpreter, too."""
     p = _load_weight(weight, aux, index, mask, FORMAT, ALIGNED)
     g = _load_gradient(grad, index, mask, GRAD, ALIGNED) * tl.full((), grad_scale, tl.float32)
     m = tl.load(_at(exp_avg, index, tl.float32, ALIGNED), mask=mask)

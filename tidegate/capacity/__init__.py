@@ -1,1 +1,2 @@
-"""The capacity planner: whether a model trains on a machine, where its state lives, and what would help."""
+"""The capacity planner: finds out whether a model fits on a machine, where its state lives, and which changes would
+help."""

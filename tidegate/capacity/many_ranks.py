@@ -2,9 +2,9 @@
 
 Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they do the same at the same
 time, so that it is enough to simulate one rank with its share of the node: 512 ranks take no longer to simulate than
-one. (`fair_share` can simulate several ranks at once; a test compares both.) Not simulated are ranks that get out of
-step, as exclusive access to a path causes on purpose: that changes the times of single ranks, but not the total
-throughput, because a path serves as many bytes in both cases, and while one rank waits another rank works.
+one. (`fair_share` can simulate several ranks at once; a test compares both.) Ranks are assumed to work in the same
+rhythm. Exclusive access to a path lets them take turns instead; this is not simulated. It changes the times of single
+ranks but not the total throughput, because while one rank waits, another rank uses the path.
 """
 
 from __future__ import annotations

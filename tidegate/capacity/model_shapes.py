@@ -194,8 +194,7 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
     """The shape that a Hugging Face config (the parsed JSON) describes.
 
     ConfigError when a size is missing or not a number, and for architectures whose parameters this function cannot
-    count correctly (other model types, latent attention, encoders with decoders): a wrong count would be worse than
-    none.
+    count correctly (other model types, latent attention, encoders with decoders).
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"The config of {name} is not a JSON object: give the config.json of a Hugging Face model.")

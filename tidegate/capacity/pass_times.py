@@ -33,13 +33,15 @@ def passes(shape: ModelShape, machine: Machine, work: Workload) -> PassTimes:
 
 
 def forward_flops(shape: ModelShape, work: Workload) -> float:
-    """Floating-point operations of the forward of one micro-batch: matrices, and attention over half the square."""
+    """Floating-point operations of the forward of one micro-batch: the matrices, and causal attention (half of the
+    sequence × sequence square)."""
     tokens = work.sequence * work.microbatch
     return 2.0 * shape.active_params * tokens + 2.0 * shape.layers * shape.hidden * work.sequence * tokens
 
 
 def gather_seconds(nbytes: float, machine: Machine) -> float:
-    """Seconds of an all-gather of `nbytes`, of which each rank holds an equal share, over rings."""
+    """Seconds of a ring all-gather of `nbytes`, of which each rank holds an equal share: the longer of the transfers
+    within a node and between nodes."""
     within = nbytes * (machine.ranks - 1) / machine.ranks / machine.node_link_bytes_per_second
     between = nbytes * (machine.nodes - 1) / machine.nodes / (machine.gpus * machine.fabric_bytes_per_second)
     return max(within, between)

@@ -184,6 +184,5 @@ def _host_bytes(rank: Rank, effective: EffectiveKnobs, share: NodeShare) -> dict
 
 
 def _readable_ratio(count: float, of: int) -> float:
-    """A static ratio for `count` of `of` subgroups: rounded down to four digits, as far as it still selects `count`
-    subgroups."""
+    """The static ratio for `count` of `of` subgroups, rounded down to four decimals so that it is easy to read."""
     return int(10_000 * max(0.0, count) / of) / 10_000

@@ -1,4 +1,5 @@
-"""Capacity planning: does a model train on a machine, where will its state live, how long does an iteration take."""
+"""Capacity planning: finds out whether a model fits on a machine, where its state is placed, and how long an
+iteration takes."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from tidegate.tuner.search import equation_stride
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
 """Strides that are tried in this order, after `off` and before the stride of DOS Eq. 1."""
 WORTHWHILE_FACTOR: Final = 0.97
-"""Largest accepted ratio of update times, new to best so far, for a choice that needs more of the GPU or a change of
-the training script."""
+"""Limit for choices that use more of the GPU or need a change of the training script: such a choice is accepted only
+if its update takes less than this fraction of the shortest update so far."""
 DAY_SECONDS: Final = 86_400.0
 
 
@@ -161,8 +162,9 @@ def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
 def _cheapest_good_fit(
     fits: Sequence[PlacementFit], share: NodeShare, backward: float
 ) -> tuple[PlacementFit, UpdatePrediction]:
-    """The placement with the shortest update without staging; a later one is preferred only if it is shorter by the
-    factor WORTHWHILE_FACTOR. `fits` are in the order of their cost."""
+    """The best placement by its predicted update time without staging. `fits` are in the order of their cost: a
+    later placement is preferred to an earlier one only if its update time is less than WORTHWHILE_FACTOR times as
+    long."""
     best: tuple[PlacementFit, UpdatePrediction] | None = None
     for candidate in fits:
         update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)

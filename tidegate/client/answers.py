@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CompleteAnswer:
-    """A complete response of the daemon; `where` names its request."""
+    """A complete response of the daemon. `content`: the body; `where`: method and path of the request, for messages."""
 
     status: int
     content: bytes
@@ -33,7 +33,7 @@ class CompleteAnswer:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """A cached TypeAdapter, because building one takes longer than using it."""
+    """The pydantic TypeAdapter for `kind`, from a cache: to build one takes longer than to use it."""
     return TypeAdapter(kind)
 
 

@@ -163,8 +163,10 @@ class DaemonClient:
         )
 
     def roll_back(self, run: str, to: int | None = None, *, reason: str = "", wait: float = 10.0) -> GenerationView:
-        """Restores the knobs of generation `to` as a new generation. None: the generation before the newest, or the
-        base of a running canary."""
+        """Restores the knobs of generation `to` as a new generation, and waits up to `wait` seconds for its outcome.
+
+        `to` None: the generation before a running canary, else the newest one committed before the present generation.
+        """
         body = Rollback(to=to, reason=reason)
         path = path_of("runs", run, "rollback")
         return self._transport.ask(GenerationView, "POST", path, body=body, query={"wait": wait}, wait=wait)

@@ -23,7 +23,7 @@ HTTP_ERRORS: Final = (
     httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError,
     httpcore.UnsupportedProtocol,
 )  # fmt: skip
-"""The exceptions of an exchange that ends without a response."""
+"""Exceptions that httpcore raises when a request gets no complete response."""
 
 
 class Answer:
@@ -45,10 +45,10 @@ class Answer:
 
 
 class HttpClient:
-    """An HTTP/1.1 client of the server at `url`, through the proxy that the environment names for it, unless `direct`.
+    """An HTTP/1.1 client of the server at `url`. It uses the proxy that the environment names for it, unless `direct`.
 
-    It has no cookies and follows no redirects. Exchanges have a deadline if they are made in `streams.within`.
-    check: called with each new connection before anything is sent on it; an exception of it ends the exchange.
+    It has no cookies and follows no redirects. An exchange has a deadline if it is made in a `streams.within` block.
+    check: called with each new connection before anything is sent on it; if it raises, the exchange ends.
     """
 
     def __init__(

@@ -20,9 +20,10 @@ import httpcore
 MAX_HEAD_BYTES: Final = 64 << 10
 """Largest head of a response: status, headers, and all interim responses (1xx) before it."""
 _FRAMING_FACTOR: Final = 8
-"""Most bytes received per byte of content: a chunk of one byte takes six bytes."""
+"""Maximum number of received bytes for each byte of content, framing included. A chunk with one byte of content takes
+six bytes."""
 _SMALL_BYTES: Final = 16 << 10
-"""Number of written bytes that may wait to be sent, at most."""
+"""Maximum number of written bytes that are held back, to be sent together with later bytes."""
 _RECORD_BYTES: Final = 16 << 10
 """The largest TLS record."""
 
@@ -32,8 +33,11 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Sets a deadline, `seconds` from now, for all sending and receiving of this thread in the block; after it, they
-    raise a `httpcore.TimeoutException`. An earlier deadline of an outer block stays in force."""
+    """Context manager that sets a deadline, `seconds` from now, for all sending and receiving of this thread in it.
+
+    After the deadline, sending and receiving raise a `httpcore.TimeoutException`. If an outer block has an earlier
+    deadline, that one applies.
+    """
     before: float | None = getattr(_this_thread, "ends_at", None)
     ends_at = time.monotonic() + seconds
     _this_thread.ends_at = ends_at if before is None else min(before, ends_at)
@@ -45,8 +49,10 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded_head() -> Iterator[None]:
-    """Limits this thread to receive at most `MAX_HEAD_BYTES` in the block, which ends with the headers of a
-    response."""
+    """Context manager that limits the head of a response: this thread can receive at most `MAX_HEAD_BYTES` in it.
+
+    The block must end when the headers of the response have been received.
+    """
     _this_thread.head_bytes_left = MAX_HEAD_BYTES
     try:
         yield
@@ -55,8 +61,10 @@ def bounded_head() -> Iterator[None]:
 
 
 def bounded_framing(body: Iterable[bytes]) -> Iterator[bytes]:
-    """The pieces of a body. ReadError if most of the received bytes are framing: chunks may have extensions of any
-    length, which the caller never sees."""
+    """Yields the pieces of a body. Raises ReadError if far more bytes were received than the pieces contain.
+
+    Without this limit a server could send endless chunk extensions, which httpcore skips.
+    """
     content = 0
     received_before = getattr(_this_thread, "received", 0)
     for piece in body:
@@ -69,9 +77,9 @@ def bounded_framing(body: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Backend(httpcore.NetworkBackend):
-    """The network backend for httpcore: opens connections that observe the deadline of the thread that uses them.
+    """The network backend for httpcore. A read or write on its connections ends at the deadline of its thread.
 
-    check: called with each new connection before anything is sent on it; an exception of it ends the exchange.
+    check: called with each new connection before anything is sent on it; if it raises, the exchange ends.
     """
 
     def __init__(self, check: Callable[[httpcore.NetworkStream], None] | None = None) -> None:
@@ -119,8 +127,8 @@ class Stream(httpcore.NetworkStream):
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
         self._unsent = bytearray()
-        """Written bytes that are not sent yet. They are sent with the next write, or before the next read: so head and
-        body of a small request are in one segment, and wake the server once."""
+        """Written bytes that are not sent yet. They are sent with the next write, or before the next read. So the head
+        and the body of a small request are sent together."""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         if self._unsent:
@@ -185,8 +193,10 @@ class Stream(httpcore.NetworkStream):
 
 
 class TlsInTls(Stream):
-    """TLS with the daemon inside TLS with a proxy, which cannot read the inner layer. httpcore has such a class, too,
-    but its reads and its handshake have no deadline, and its socket is the proxy's."""
+    """A TLS connection to the daemon inside a TLS connection to a proxy; the proxy cannot read the inner one.
+
+    It is used in place of httpcore's class, whose reads and handshake have no deadline.
+    """
 
     def __init__(
         self, outer: Stream, context: ssl.SSLContext, server_hostname: str | None, timeout: float | None

@@ -17,7 +17,7 @@ def check_whole(name: str, value: object, minimum: int, *, of: str = "", multipl
     """The value as an int. `1e9` is accepted as 1000000000.
 
     minimum: the smallest value that is accepted.
-    of: what the setting belongs to, as in " of a path", for the error.
+    of: text for the error after name and value, such as " of a path", that names the owner of the setting.
     multiple_of: a number that divides each value that is accepted.
     """
     number = _whole(value)
@@ -34,7 +34,7 @@ def check_number(name: str, value: object, *, above: float | None = None, minimu
     """The value as a float; infinity is accepted.
 
     above, minimum: the bound. `above` is not accepted itself, `minimum` is.
-    of: what the setting belongs to, as in " of a path", for the error.
+    of: text for the error after name and value, such as " of a path", that names the owner of the setting.
     """
     bound = f"at least {minimum:g}" if above is None else f"more than {above:g}"
     if isinstance(value, bool | str | bytes) or (number := _number(value)) is None:
@@ -67,7 +67,8 @@ def check_word(name: str, value: object, words: Sequence[str]) -> str:
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], example: str, *, of: str = "") -> None:
-    """ConfigError unless the value is of a class, or of one of several. `example`: what users write, for the error."""
+    """Checks that `value` is an instance of `kind` (a class or several classes); ConfigError if not. `example`: a
+    valid value for the error message, as users write it."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}={value!r}{of} is a {type(value).__name__}: give {example}.")
 

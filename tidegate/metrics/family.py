@@ -53,7 +53,7 @@ OPERATION_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 or failing disk."""
 
 MAX_SERIES: Final = 600
-"""Most time series of one rank with four storage paths."""
+"""Maximum number of time series that one rank with four storage paths may export."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Metric:
     screen: Screen | None = None
     """The section of the live view that shows the family; None if no section does."""
     unseen: str = ""
-    """The reason why no section shows the family."""
+    """The reason why no section of the live view shows the family; empty if `screen` is set."""
     needs: Needs = ""
     """Precondition of the family: storage paths, or a GPU that NVML knows. The family is absent in other runs."""
     owner: Owner = "agent"

@@ -11,7 +11,8 @@ from tidegate.plan.schedule import TypicalOpTimes
 from tidegate.plan.tier_split import PathSpeeds
 
 SHORTEST_SECONDS: Final = 1e-3
-"""Shorter delays count as 0: in such a step, `step()` itself made the plan, so that nothing of it could run earlier."""
+"""Shortest delay from the start of a plan to its step that counts, in seconds; shorter delays count as 0. A delay is
+so short if `step()` itself made the plan: then no op could run before `step()`."""
 
 
 def rounded_step_delay(seconds: float) -> float:

@@ -38,8 +38,8 @@ def make_plan(
     correct whatever the estimates are. `norms`: with `gradient`, squares are summed as gradients arrive, so that
     gradients can be released before the step. `host_slots` names the paths, and gives the number of slots in host
     memory for state on its way from or to each path. `order`: order of the updates, by subgroup id. `step_at`: expected
-    earliest time of the step, in seconds after the first gradient, by which ops that need no step can be done; like
-    `rates`, it is used only to order ops that share a lane.
+    earliest time of the call of `step()`, in seconds after the first gradient (ops without the gate `step` can run
+    before it); like `rates`, it is used only to order ops that share a lane.
 
     Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States; with paths,
     MLP-Offload); `sequential` has the same ops, one at a time; `twinflow` updates the residents first and then

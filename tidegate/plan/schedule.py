@@ -229,7 +229,8 @@ class _Fillers:
     """
 
     until: float = 0.0
-    """Time from which fillers need not wait: if they start then, the CPU is done when the paths are done."""
+    """Time from which fillers may start at once, without waiting for the next turn. If they start at this time, the
+    CPU is expected to end its work together with the paths."""
     each_turn: int = 0
     """Number of fillers after each update of a subgroup that was fetched in the step."""
     early: frozenset[int] = frozenset()
@@ -239,7 +240,8 @@ class _Fillers:
 
     @classmethod
     def after_norm(cls, work: Work, clock: OpTimes, done: Mapping[OpKey, float]) -> _Fillers:
-        """The rule for the time after the norm. `done`: end times of the ops that are scheduled."""
+        """The fillers' rule for the part of the step after NORM. `done`: estimated end times of the ops that are
+        already scheduled."""
         step = done[NORM_KEY]
         fetches = [op for op in _ops(work.tasks) if op.kind is OpKind.FETCH]
         early = frozenset(op.subgroup for op in fetches if done.get(_key(op), math.inf) <= step)

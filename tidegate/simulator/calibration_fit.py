@@ -120,9 +120,12 @@ def _fitted(
 
 
 def _fit(totals: Sequence[_OpTotals], fixed: float, least: float) -> tuple[float, float]:
-    """Additional seconds per op (beyond `fixed`), and the factor for the rest of an op's time.
+    """Fits a line to measured op times. Returns the seconds to add for each op (beyond `fixed`), and the factor by
+    which the simulated time of the op is multiplied.
 
-    A line with the median of the slopes between all pairs of points (Theil-Sen estimator), robust to a few outliers.
+    The slope of the line is the median of the slopes between all pairs of points (Theil-Sen estimator), so that a few
+    outliers have little influence. least: smallest factor that is returned, unless all subgroups have the same size;
+    then the factor is 1.
     """
     points = [(of_step.ops / of_step.expected, of_step.measured / of_step.expected) for of_step in totals]
     slopes = [(y - v) / (x - u) for (x, y), (u, v) in combinations(points, 2) if not isclose(x, u, rel_tol=MIN_SPREAD)]

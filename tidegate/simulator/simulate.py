@@ -60,8 +60,8 @@ def _times_without_interference(
     """Start and end times of all ops if lanes do not slow each other down.
 
     The start of an op then follows from the ends of the ops for which it waits, without an event loop. One pass over
-    the ops is enough if they are in an order in which they could run one at a time, as in plans of the planner. An op
-    that waits for a later op is left for the next pass.
+    the ops is enough if they are in an order in which they could run one at a time, as in plans of the planner.
+    Otherwise, an op that waits for an op later in the list is handled in the next pass over the list.
     """
     starts: Times = {}
     ends: Times = {}

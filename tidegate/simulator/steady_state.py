@@ -26,7 +26,8 @@ slow each other down."""
 _PAGE_BYTES: Final = 4096
 """State in host memory occupies whole pages of so many bytes."""
 _DUPLEX: Final = 0.9
-"""Interference factor of reads beside writes from which a path counts as duplex."""
+"""Smallest interference factor of a duplex path: its reads keep at least this share of their speed while it also
+writes."""
 
 
 @dataclass(frozen=True)

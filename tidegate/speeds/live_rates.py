@@ -19,8 +19,8 @@ DRIFT: Final = 0.25
 PERSISTENT_STEPS: Final = 4
 """Number of consecutive steps that must all deviate in the same direction; then earlier steps are discarded."""
 TYPICAL_STEPS: Final = 8
-"""Fewest steps before the last PERSISTENT_STEPS whose median counts as typical. With noise of ±20 %, a median of fewer
-steps would report a drift where there is none."""
+"""Fewest earlier steps (before the last PERSISTENT_STEPS) from which the typical value, their median, is computed.
+With fewer steps and noise of ±20 %, a drift would be reported where there is none."""
 
 LATE_STEPS: Final = 2
 """Number of steps in which dispatch latencies are measured: a step has many ops, and each costs time to analyse."""

@@ -44,7 +44,8 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Calibration:
-        """The inverse of `to_dict`. ConfigError for any other values."""
+        """The inverse of `to_dict`. ConfigError if `values` are not those of a calibration, or have another format
+        version."""
         try:
             version = values["version"]
             if version != VERSION:

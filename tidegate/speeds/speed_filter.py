@@ -14,7 +14,7 @@ FALL_STEPS: Final = 2
 RISE_STEPS: Final = 4
 """Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
 IDLE_RISE_STEPS: Final = 16
-"""The same number for a path that is idle for most of the step. While a slow path delays the step, the other paths have
+"""RISE_STEPS for a path that is idle for most of the step. While a slow path delays the step, the other paths have
 few requests and answer them immediately. Their estimates must not rise before the slow path is known to be slower."""
 MAX_RISE_FACTOR: Final = 2.0
 """Largest factor by which the estimated speed may rise in one step."""

@@ -129,8 +129,8 @@ def _compute(timeline: Timeline) -> Iterator[Span]:
 
 
 def _pieces(timeline: Timeline) -> list[_Piece]:
-    """The pieces of all stalls, gap by gap, and from the end of each gap to its start. Runs after every training
-    step."""
+    """The pieces of all stalls of the update. Gaps are in order of time; the pieces within a gap are in reverse
+    order, from its end to its start. This function runs after every training step and must be fast."""
     window = timeline.window("update")
     if window is None:
         return []
@@ -180,7 +180,8 @@ class _Blockers:
 
     def __init__(self, spans: Collection[Span], deps: Mapping[int, Sequence[int]]) -> None:
         self.longest_chain = len(spans)
-        """Most spans of a chain without repetition. Clocks that disagree can make a chain circular: it is cut there."""
+        """Largest number of spans in a blocking chain. If the clocks of lanes disagree, a chain can be circular; it
+        is cut at this length."""
         self._deps = deps
         # An op that was repeated has several spans; its dependents waited for the last one.
         self._last_run: dict[int, Span] = {}

@@ -15,9 +15,11 @@ SMALL_WAIT_SHARE: Final = 0.02
 COPIED_AGAIN_SHARE: Final = 0.5
 """Smallest share of gradients copied twice that the verdict mentions."""
 LATE_GRADIENT_SHARE: Final = 0.75
-"""Smallest share of the backward before its first gradient that the verdict mentions as late."""
+"""If at least this share of the backward has passed when its first gradient arrives, the verdict mentions that
+gradients are late."""
 TOGETHER_SHARE: Final = 0.75
-"""Smallest share of gradients from one node of the autograd graph, all at the same time, that the verdict mentions."""
+"""If one node of the autograd graph produces at least this share of the gradients at the same time, the verdict
+mentions it."""
 
 SKIPPED: Final = "the step was skipped, because a gradient was not finite: the weights are as they were"
 """Text for a step without an update."""
@@ -124,7 +126,8 @@ def _keep_on_device(knobs: EffectiveKnobs) -> str:
 def _other_processor(figures: UpdateFigures, knobs: EffectiveKnobs) -> str:
     """Advice where compute is the bottleneck: to move a share of the updates to the other processor.
 
-    The direction of the change follows from stride and link, because the busy times of the processors are not known.
+    Whether to raise or lower the stride is decided from the present stride and the use of the link, because the busy
+    times of the processors are not known. Empty if neither is advised.
     """
     share = device_share(knobs.stride)
     if not figures.updated.get("cpu"):

@@ -106,7 +106,8 @@ def candidates(
 def equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[float, ...]:
     """The stride of DOS Eq. 1; empty when a rate is not known or the stride is above its maximum.
 
-    B is counted in thirds of a parameter's state, because here the state need not be three fp32 words.
+    The equation assumes state of three fp32 words per parameter. Tidegate's state can be smaller, so a word of the link
+    speed B is taken as one third of the state of a parameter.
     """
     h2d, d2h = rates.h2d_bytes_per_second, rates.d2h_bytes_per_second
     on_cpu, on_device = rates.cpu_params_per_second, rates.device_params_per_second

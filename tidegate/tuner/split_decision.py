@@ -18,8 +18,8 @@ IDLE_SHARE: Final = 0.5
 """Limit for a path to count as loaded, as a share of a step's storage time. If the path's work takes less time than
 that at its estimated speed, the path counts as idle."""
 PROBE_SUBGROUPS: Final = 1
-"""Fewest subgroups of every path that may store state (capacity above 0): its speed is still measured, so that a
-recovery is noticed."""
+"""Fewest subgroups that a split gives to each path with a capacity above 0. So the speed of a slow path is still
+measured, and it is noticed when the path becomes fast again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,11 @@ class PathStepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class PathTraffic:
-    """The bytes and busy seconds of one path in one step. Busy: an op was running. Bytes are counted at the call site.
+    """The bytes and busy seconds of one path in one step. Busy: an op was running. Bytes are counted by the code that
+    starts the transfers.
 
-    All fields but `whole` describe the part of the step that shows the speed of each direction; `whole` describes the
-    whole step, and is None where that is not known. shared_read_seconds: the part of `read_seconds` in which writes
+    `whole` describes the whole step; None if that is not known. All other fields describe only the part of the step
+    from which the speed of each direction is measured. shared_read_seconds: the part of `read_seconds` in which writes
     were running, too; shared_write_seconds: the part of `write_seconds` in which reads were running, too.
     """
 
@@ -155,9 +156,9 @@ class SplitEstimator:
     def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
         """A better split of the same number of subgroups; None to keep `counts`.
 
-        Every path that is not closed gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each path, 0
-        for a closed path; when `counts` no longer fit, a split is proposed whatever its gain. CapacityError when no
-        split fits.
+        Every path whose capacity is not 0 gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each
+        path; 0 for a path that must not be used, such as a retired path. When `counts` no longer fit, a split is
+        proposed whatever its gain. CapacityError when no split fits.
         """
         rates, limits = self.rates, capacity or {}
         best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE_SUBGROUPS)

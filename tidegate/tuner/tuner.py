@@ -23,7 +23,8 @@ from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS, drifted
 log = logging.getLogger("tidegate")
 
 FIRST_SEARCH_STEPS: Final = 6
-"""Steps until the first search, and after a trial with a clear gain: until then rates become stable."""
+"""Steps before the first search, and between a trial with a clear gain and the next search. During these steps the
+measured rates become stable."""
 LONGEST_WAIT_STEPS: Final = 64
 """Most steps between two searches. Each search that finds nothing better doubles the wait, because it costs time."""
 SEARCH_SHARE: Final = 3e-4
@@ -31,8 +32,8 @@ SEARCH_SHARE: Final = 3e-4
 URGENT_SHARE: Final = 1e-3
 """Share of the run's time that is added to the budget for searches after a drift."""
 SAVED_SECONDS: Final = 0.25
-"""Largest unused budget for searches after a drift, in seconds (or the time of one search, if that is longer). It is
-there from the beginning: a run may drift more than once soon after its start, where a search costs tens of
+"""Largest unused budget for searches after a drift, in seconds (or the time of one search, if that is longer). A run
+begins with this budget, because rates may drift more than once soon after the start, when a search takes tens of
 milliseconds."""
 MINIMUM_GAIN: Final = 0.03
 """Smallest predicted gain of a move, as a share of the update time."""
@@ -48,7 +49,7 @@ costs time."""
 TURNS: Final = 3
 """Turns of a trial after the old knobs (new, old, new); then medians decide."""
 REST_STEPS: Final = 50
-"""Pause after a trial, in steps for each change of knobs that it made, unless its gain was clear."""
+"""Length of the pause after a trial without a clear gain: the number of steps for each change of knobs in the trial."""
 OWN_STEPS: Final = 2 * WINDOW_STEPS
 """Steps after a change of knobs in which a drift may be caused by this change."""
 REFUTED_STEPS: Final = 512
@@ -94,7 +95,8 @@ class _Trial:
             self.times[self.new_runs].append(seconds)
 
     def extend(self) -> bool:
-        """Extends the first turn, once: a single outlier in it must not cost two changes of knobs and twelve steps.
+        """Extends the first turn, at most once. So a single outlier in it does not cost further turns, which need two
+        changes of knobs and twelve counted steps.
 
         Returns whether the turn was extended.
         """
@@ -155,11 +157,12 @@ class Tuner:
         """Whether speeds have changed since the last search. Then the next search, from step `_urgent_from` on, waits
         less."""
         self._urgent_from = 0
-        """First step of the next urgent search: where speeds change all the time, searches must be few."""
+        """Earliest step of the next urgent search. It limits the number of searches when speeds change all the time."""
         self._recent: deque[tuple[EffectiveKnobs, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[EffectiveKnobs, int] = {}
-        """Moves without the predicted gain, by kind: the step from which on each may be tried again."""
+        """Moves whose predicted gain was not measured. Key: kind of the move (`_kind`); value: step from which it
+        may be tried again."""
         self.last_verdict = ""
         """Result of the last trial, as a sentence."""
 
@@ -323,8 +326,8 @@ class Tuner:
         self._urgent = True
 
     def _rest(self, wait_steps: int, rest_steps: int) -> None:
-        """Pauses after a trial: the next search waits for both numbers of steps, a search after a drift only for
-        `rest_steps`."""
+        """Begins the pause after a trial. The next regular search waits for the larger of both numbers of steps; a
+        search after a drift waits for `rest_steps` only."""
         self._rests_until = self._steps + rest_steps
         self._wait(max(wait_steps, rest_steps))
 

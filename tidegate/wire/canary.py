@@ -29,12 +29,12 @@ class CanaryRequest(Message):
 
 
 class CanaryMeasure(Message):
-    """Medians over the steps on each side, on the slowest rank of each step.
+    """Comparison of the steps before and after a change. Times are medians; each step counts with its slowest rank.
 
-    A step is forward, backward and update; exposed is the time for which training waited for Tidegate (the update, if
-    ranks do not report it). Shifts are Hodges-Lehmann estimates, as shares of the median step before; scores are
-    standard normal scores of the Mann-Whitney test: 2.33 happens by chance in one of a hundred tests. Positive means
-    slower.
+    A step is forward, backward and update. Exposed time is the time for which training waited for Tidegate; if ranks
+    do not report it, it is the update time. Shifts are Hodges-Lehmann estimates of the slowdown, as shares of the
+    median step before. Scores are standard scores of the Mann-Whitney test; chance alone exceeds 2.33 in one of a
+    hundred tests. Positive values mean slower.
     """
 
     steps_before: Count
@@ -71,5 +71,6 @@ class Rollback(Message):
     """Body of `POST /v1/runs/{run}/rollback`."""
 
     to: Count | None = None
-    """The generation whose knobs to restore; None: the generation before, or the base of a running canary."""
+    """Number of the generation whose knobs are restored. None: the generation before a running trial, else the
+    newest one committed before the present generation."""
     reason: Text = ""

@@ -47,7 +47,7 @@ class RankKnobs(Message):
 
 
 class MeasuredEffect(Message):
-    """Median update seconds over the steps before and after a generation was applied, on rank 0."""
+    """Measured effect of a generation: median update seconds of the steps before and after it, on the lead rank."""
 
     steps_before: Count
     steps_after: Count

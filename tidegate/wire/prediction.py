@@ -12,10 +12,10 @@ class PredictedUpdate(Message):
     update_seconds: Seconds
     low_seconds: Seconds | None = None
     high_seconds: Seconds | None = None
-    """Bounds of the 90 % prediction interval, from the errors of predictions for the present knobs; None after too few
-    steps."""
+    """Upper bound of the 90 % prediction interval of `update_seconds`; `low_seconds` is the lower bound. Both come from
+    the errors of predictions for the present knobs, and are None while too few steps were measured."""
     stalls: dict[StallCause, Seconds]
-    """Seconds in which nothing computes, by cause."""
+    """Seconds of the update in which neither the CPU nor the device computes, by stall cause."""
     lane_bytes: dict[Label, Count]
     """Bytes of one step on the link and on the paths, by lane."""
     host_memory_bytes: dict[Label, Count]
@@ -48,8 +48,8 @@ class KnobPreview(Message):
     no_prediction: Text = ""
     """The reason for which there is no prediction, as a sentence."""
     no_room: Text = ""
-    """The path that lacks capacity for its share under these knobs, as a sentence; other paths take the rest, or the
-    change is refused."""
+    """A sentence that names the path without enough capacity for its share under these knobs; empty if there is none.
+    Other paths take the excess, or the change is refused."""
 
 
 class Advice(Message):

@@ -10,11 +10,11 @@ from tidegate.wire.base import Count, Label, Message, Moment, Whole
 
 MAX_SPANS = 4_000
 MAX_DEPS = 200_000
-"""Most dependencies of one op: it may wait for an op of every subgroup."""
+"""Maximum number of dependencies of one op, which may depend on an op of every subgroup."""
 
 
 class SpanRow(Message):
-    """One span of the last update on its lane, seconds since the timeline's origin."""
+    """One span: an op of the update on its lane. `start` and `end` are seconds since the timeline's origin."""
 
     op: Count
     kind: Label
