@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pydantic import BaseModel
 
-from tidegate.wire.knobs import KnobsView
+from tidegate.wire.knobs import GenerationView, KnobsView
 from tidegate.wire.run import RunView
 
 MAX_BYTES: Final = 48 << 20
@@ -42,6 +42,18 @@ def bounded_knobs(view: KnobsView, max_bytes: int = MAX_BYTES) -> bytes:
         view = shorten(view)
         answer = _json(view)
     return answer
+
+
+def bounded_generations(views: Sequence[GenerationView], max_bytes: int = MAX_BYTES) -> bytes:
+    """The newest of these views that fit, as a JSON array of at most `max_bytes`. `views`: the oldest first."""
+    answers, size = list[bytes](), 1  # the brackets; the first view has no comma
+    for view in reversed(views):
+        answer = _json(view)
+        size += len(answer) + 1
+        if size > max_bytes:
+            break
+        answers.append(answer)
+    return b"[" + b",".join(reversed(answers)) + b"]"
 
 
 def _shortened(

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Response
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.control.bounded_answer import bounded_knobs
+from tidegate.daemon.control.bounded_answer import bounded_generations, bounded_knobs
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.preview import prediction_inputs, preview
 from tidegate.daemon.control.run import Run
@@ -94,14 +94,17 @@ async def roll_back(
     return await _outcome(plane, found, made.number, wait, response)
 
 
-@router.get("/generations", dependencies=[READ])
-async def generations(plane: Plane, run: str) -> list[GenerationView]:
-    """All generations, oldest first."""
-    found = plane.registry.run(run)
-    return [
-        serializers.generation_view(run, generation)
-        for generation in await asyncio.to_thread(plane.store.generations, found.name)
-    ]
+@router.get("/generations", dependencies=[READ], response_model=list[GenerationView])
+async def generations(plane: Plane, run: str) -> Response:
+    """All generations, oldest first. The answer has at most 48 MiB: where that is too little for all, it has the newest
+    that fit."""
+    name = plane.registry.run(run).name
+
+    def read() -> bytes:
+        views = [serializers.generation_view(run, generation) for generation in plane.store.generations(name)]
+        return bounded_generations(views)
+
+    return Response(await asyncio.to_thread(read), media_type="application/json")
 
 
 def _make(

@@ -10,8 +10,11 @@ import torch
 
 import tidegate
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
 
 def train(run: str, daemon: str, token: str) -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     model = torch.nn.Linear(8, 8)
     optimizer = tidegate.AdamW(model.parameters(), offload=tidegate.Offload(device="emulated"))
     tidegate.attach(optimizer, model, run=run, daemon=daemon, token=token)
@@ -20,6 +23,7 @@ def train(run: str, daemon: str, token: str) -> None:
         optimizer.zero_grad()
         model(torch.ones(2, 8)).square().mean().backward()
         optimizer.step()
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers, "signals are the program's"
 
 
 def rank(_: int, *given: str) -> None:

@@ -10,13 +10,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control import retention
-from tidegate.daemon.control.bounded_answer import MAX_BYTES, REFUSAL_CHARACTERS, bounded_knobs, bounded_runs
+from tidegate.daemon.control.bounded_answer import (
+    MAX_BYTES,
+    REFUSAL_CHARACTERS,
+    bounded_generations,
+    bounded_knobs,
+    bounded_runs,
+)
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.run import Clocks
-from tidegate.daemon.control.serializers import knobs_view, run_view
+from tidegate.daemon.control.serializers import generation_view, knobs_view, run_view
 from tidegate.daemon.control.step_memory import fit_into_memory, memory_of
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.routes import knobs as knobs_route
@@ -24,7 +31,7 @@ from tidegate.daemon.storage.store import Store
 from tidegate.errors import DaemonError, NotFound
 from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentReport
-from tidegate.wire.knobs import KnobsView, RankKnobs
+from tidegate.wire.knobs import GenerationView, KnobsView, RankKnobs
 from tidegate.wire.run import RunView
 from tidegate.wire.step import LinkRow, PathRow, PathState, StallRow, StepReport
 
@@ -409,6 +416,20 @@ def test_the_knobs_of_all_ranks_are_in_an_answer_that_clients_accept(stand: Stan
         )
     cut = {"effective": {}, "refused": "\x01" * REFUSAL_CHARACTERS, "rank": 999_999, "applied_generation": 10**6}
     assert len(many.model_copy(update=cut).model_dump_json()) * retention.RANKS_KEPT < MAX_BYTES
+
+
+def test_the_newest_generations_are_in_an_answer_that_clients_accept(stand: Stand) -> None:
+    stand.begin("llama")
+    (first,) = stand.plane.store.generations("llama")
+    view = generation_view("llama", first)
+    views = [view.model_copy(update={"generation": number}) for number in range(10)]
+    every = TypeAdapter(list[GenerationView])
+    full = len(bounded_generations(views))
+    for max_bytes, told in ((full, range(10)), (full - 1, range(1, 10)), (len(view.model_dump_json()) + 1, range(0))):
+        answer = bounded_generations(views, max_bytes)
+        assert len(answer) <= max_bytes
+        assert [one.generation for one in every.validate_json(answer)] == [*told]
+    assert asyncio.run(knobs_route.generations(stand.plane, "llama")).body == bounded_generations([view])
 
 
 def test_the_route_of_knobs_is_bounded(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
