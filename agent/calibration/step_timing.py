@@ -27,8 +27,8 @@ SUBGROUPS: Final = (4, 16)
 """Numbers of subgroups with which steps are run."""
 STRIDES: Final = (OFF, 4.0)
 STEPS, PATH_STEPS = 8, 4
-"""Number of steps for each subgroup size and stride, and number of steps for each subgroup size on a path. Half of them
-count."""
+"""Numbers of steps: STEPS for each subgroup size and stride with state in host memory, PATH_STEPS for each subgroup
+size with state on a path. Only half of the steps are used, those with durations around the median."""
 WARMUP_STEPS: Final = 2
 """Steps after each change of knobs that are not counted."""
 REST_SECONDS: Final = 0.1

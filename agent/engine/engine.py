@@ -104,7 +104,8 @@ class Engine:
         self._starting = threading.Lock()
         """Guards the start of a plan: under DDP, the threads of the collectives report gradients, too."""
         self.num_updates_begun = 0
-        """Number of updates that were begun. Each of them is completed, or the engine is no longer usable."""
+        """Number of updates that have begun, including the one in progress. If one of them cannot be completed, the
+        engine is no longer usable."""
         self._usability = Usability(self._executor)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:

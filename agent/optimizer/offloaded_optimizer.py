@@ -57,7 +57,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], offload: Offload | None) -> None:
-        """params, defaults: as in `torch.optim.Optimizer`. Raises as `AdamW` does."""
+        """params, defaults: as in `torch.optim.Optimizer`. Raises the same errors as `AdamW`."""
         if isinstance(params, torch.Tensor):
             raise TypeError(f"params must be an iterable of tensors or dicts, not a single {torch.typename(params)}.")
         params = list(params)
