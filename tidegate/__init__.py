@@ -1,9 +1,10 @@
 """Tidegate: offloads optimizer state from the GPU to host memory and storage, shows the transfers while training runs,
 and lets the user tune them at run time.
 
-`AdamW` with `Offload` is the optimizer. `attach`, `overlap_forward`, `overlap_ddp` and `enable_deepspeed` are asked for
-one by one: each returns a handle whose `close()` ends it. `find_checkpoints` and the functions beside it look for what
-`AdamW.save_checkpoint` wrote. All errors are `TidegateError`.
+`AdamW` is the optimizer, and `Offload` has its settings. `attach`, `overlap_forward`, `overlap_ddp` and
+`enable_deepspeed` each switch on one feature, and return a handle whose `close()` switches it off.
+`find_checkpoints`, `find_sound_checkpoint` and `find_damaged_checkpoints` find checkpoints that
+`AdamW.save_checkpoint` has written. All errors are subclasses of `TidegateError`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ _MODULES: Final = {
     "overlap_forward": "tidegate.agent.optimizer.forward_overlap",
     "wait": "tidegate.agent.optimizer.forward_overlap",
 }
-"""The module of each public name that is no error: it is imported when the name is first used."""
+"""The module of each public name except the errors. A module is imported when its name is first used."""
 
 __all__ = [
     "AdamW",

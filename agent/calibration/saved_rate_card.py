@@ -59,5 +59,8 @@ def _load(folder: Path, paths: Mapping[str, PathSettings]) -> Calibration | None
     file = calibration_file(folder, here["host"], {name: path.directory for name, path in paths.items()})
     calibration = load_calibration(file, here)
     if calibration is not None:
-        log.info("speeds of this machine: as saved in %s", file, extra=event("calibration_used", file=str(file)))
+        log.info(
+            "the speeds of this machine are read from %s, where a calibration saved them", file,
+            extra=event("calibration_used", file=str(file)),
+        )  # fmt: skip
     return calibration

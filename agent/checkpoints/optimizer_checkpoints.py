@@ -71,7 +71,10 @@ class OptimizerCheckpoints:
         if not isinstance(source, Checkpoint):
             return choose_checkpoint(source, rank, step)
         if step is not None:
-            raise ConfigError(f"step={step} is for a directory, and {source} is one checkpoint: leave it out.")
+            raise ConfigError(
+                f"step={step} selects one of the checkpoints in a directory, but {source} is a single checkpoint: "
+                "leave step out."
+            )
         if source.manifest.rank != rank:
             raise ForeignState(source.folder, f"the part of rank {source.manifest.rank}", f"the part of rank {rank}")
         return source

@@ -11,6 +11,7 @@ import torch
 from tidegate.agent.control.attach_checks import AttachSettings
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
+from tidegate.errors import ConfigError
 
 
 def attach(
@@ -31,6 +32,7 @@ def attach(
 
     optimizer: a `tidegate.AdamW`, or a wrapper of a framework that holds one. ConfigError for another optimizer.
     model: its forward and backward become phases (default None: only backward and update are separate phases).
+        ConfigError for anything but a `torch.nn.Module`.
     run: name of the run, the same on all ranks of a run: 1 to 64 of letters, digits, ".", "_" and "-", beginning with a
         letter or a digit. ConfigError for another name.
     daemon: address of the control daemon, "http://host:port" (default None: no daemon; metrics are still served).
@@ -48,7 +50,8 @@ def attach(
     strict: True raises instead of training without telemetry, or with other telemetry than requested (default False).
         RankTaken when another live agent holds this run and rank (after its lease, where it may have ended on another
         host), NotAuthorized for a wrong token, ConfigError for an optimizer that is attached already or a port that is
-        taken, and other errors when the environment prevents a connection to the daemon.
+        taken, and other errors when the environment prevents a connection to the daemon. A daemon that does not answer
+        is only logged: the rank registers as soon as it answers.
 
     Without `strict`, only arguments that are wrong in every environment raise, as ConfigError: training continues
     whatever the daemon, the environment, other processes or earlier attachments of this process do. The rank of a
@@ -59,4 +62,7 @@ def attach(
         run=run, daemon=daemon, token=token, metrics_bind=metrics_bind, metrics_port=metrics_port,
         advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
     )  # fmt: skip
+    given: object = model
+    if given is not None and not isinstance(given, torch.nn.Module):
+        raise ConfigError(f"model is a {type(given).__name__}, not a torch.nn.Module: give the model, or leave it out.")
     return Attachment(unwrapped(optimizer, "attach"), model, settings)

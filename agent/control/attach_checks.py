@@ -60,7 +60,7 @@ class AttachSettings:
         token: object = self.token
         if token is not None and not isinstance(token, str):
             raise ConfigError(
-                f"token is a {type(token).__name__}, not a text: leave it out, or give the one of the daemon."
+                f"token is a {type(token).__name__}, not a text: leave it out, or give the daemon's token."
             )
         check_text("metrics_bind", self.metrics_bind, "127.0.0.1")
         check_flag("reset_knobs", self.reset_knobs)

@@ -192,7 +192,8 @@ class PinnedPool:
         if size > available:
             raise MemoryBudgetError(
                 f"{size:,} bytes do not fit in host memory: {available:,} are available, {self.mapped_bytes:,} are in "
-                "use for offloaded state already.", size, available,
+                "use for offloaded state already. Free host memory, lower host_cache, or add storage paths.",
+                size, available,
             )  # fmt: skip
         memory = map_pages(size)
         address = np.frombuffer(memory, np.uint8).ctypes.data

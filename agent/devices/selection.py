@@ -74,7 +74,7 @@ def warn_if_emulated(device: Device) -> None:
         configure_from_environment()
         log.warning(
             "the weights are on the CPU: the device is emulated, its copies and updates are paced to stated rates, and "
-            "what is measured is no claim about a GPU (move the model to a GPU before the first step to train there)",
+            "its measurements say nothing about a GPU (move the model to a GPU before the first step to train there)",
             extra=event("emulated"),
         )
 
@@ -84,8 +84,8 @@ def check_one_device(params: Sequence[torch.Tensor]) -> str:
     devices = sorted({str(param.device) for param in params})
     if len(devices) > 1:
         raise ParameterError(
-            f"Parameters are on {', '.join(devices)}: one optimizer works on one device. Build one for each, from the "
-            "parameters that are there."
+            f"Parameters are on {', '.join(devices)}: one optimizer works on one device. Build one optimizer for "
+            "each device, from the parameters on that device."
         )
     return devices[0]
 

@@ -114,7 +114,7 @@ class Executor:
         """Starts `plan`: ops without a gate may begin at once. Raises EngineError if this executor is closed."""
         with self._clock.lock:
             if self.closed:
-                raise EngineError("This optimizer is closed.")
+                raise EngineError("This optimizer is closed: build a new one.")
             assert self._progress is None, "one plan at a time"
             self._progress = PlanProgress(plan, {lane: deque(plan.lanes.get(lane, ())) for lane in self._lanes})
             self._clock.notify()
@@ -254,8 +254,9 @@ class Executor:
         if first is not None and now - first.since > self._watchdog_seconds:
             self.stuck = True
             raise LaneStuckError(
-                f"Lane {first.op.lane} is stuck: {first.op.name} runs for {now - first.since:.0f} s "
-                f"(watchdog_seconds={self._watchdog_seconds:g})."
+                f"Lane {first.op.lane} is stuck: {first.op.name} has been running for {now - first.since:.0f} s "
+                f"(watchdog_seconds={self._watchdog_seconds:g}). Check the device or path of this lane; if it is only "
+                "slow, raise watchdog_seconds."
             )
 
     def _take(self, lane: str) -> tuple[PlanProgress, RunningOp, list[Event]]:

@@ -42,10 +42,13 @@ class Usability:
     def require(self) -> None:
         """Raises EngineError, with the reason, if the engine cannot make steps and its state cannot be read."""
         if not self.is_in_own_process:
-            raise EngineError("This optimizer belongs to the parent process; a forked child cannot step it.")
+            raise EngineError(
+                "This optimizer belongs to the parent process; a forked child cannot step it. Build the optimizer "
+                "after the fork."
+            )
         if self.problem:
             raise EngineError(
-                f"This optimizer is not usable: {self.problem}. "
+                f"This optimizer is not usable: {self.problem.rstrip('.')}. "
                 "Load weights and state of a checkpoint, or build a new one."
             )
 

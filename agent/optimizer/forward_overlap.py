@@ -210,7 +210,7 @@ def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
     if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl for m in model.modules()):
         raise ConfigError(
             "overlap_forward does not work with torch.compile: compiled code reads weights without waiting for their "
-            "update. Leave out one of both."
+            "update. Use only one of the two."
         )
     _require_plain(list(model.parameters()))
 

@@ -105,8 +105,8 @@ def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) ->
     forms = [tuple(t.placements) if is_divided(t) else "not divided" for t in (grad, weight)]
     if forms[0] != forms[1]:
         raise ParameterError(
-            f"The gradient of parameter {index} is {forms[0]} over the ranks, the parameter {forms[1]}. Redistribute "
-            "it to the parameter's placements before step()."
+            f"The gradient of parameter {index} has placements {forms[0]}, but the parameter has {forms[1]}. "
+            "Redistribute the gradient to the parameter's placements before step()."
         )
 
 

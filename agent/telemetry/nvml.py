@@ -259,7 +259,7 @@ class Gpu:
         try:
             return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
         except self._nvml.NVMLError as error:
-            log.info("NVML has no utilization of this GPU: %s", error)
+            log.info("NVML does not report the utilization of this GPU, so that metric is absent: %s", error)
             self._knows_utilization = False
             return None
 
@@ -276,7 +276,7 @@ def open_gpu(uuid: str) -> Gpu | None:
     try:
         import pynvml
     except ImportError:
-        log.info("no figures from NVML: nvidia-ml-py is not installed")
+        log.info("metrics from NVML are absent: nvidia-ml-py is not installed")
         return None
     try:
         return Gpu(pynvml, uuid)
@@ -289,7 +289,7 @@ def open_gpu(uuid: str) -> Gpu | None:
         )
         return None
     except pynvml.NVMLError as error:
-        log.info("no figures from NVML of GPU %s: %s", uuid, error)
+        log.info("metrics from NVML are absent for GPU %s: %s", uuid, error)
         return None
 
 

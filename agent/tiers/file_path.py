@@ -214,7 +214,7 @@ class StoragePath:
             ) from error
         if not direct and not self._warned_buffered:
             self._warned_buffered = True
-            log.warning("path %s has no direct I/O: it goes through the page cache, which takes memory", self.name)
+            log.warning("path %s: no direct I/O on its file system; the page cache takes host memory", self.name)
         return fd
 
     def remove(self, subgroup: int) -> None:

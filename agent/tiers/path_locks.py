@@ -143,7 +143,8 @@ class _LockFile:
                 # Locking worked at the start and fails now: training continues without it, more slowly.
                 if not self.warned:
                     log.warning(
-                        "Processes of this node use paths at the same time, which is slower, because locks fail: %s",
+                        "Storage paths can no longer be locked, so processes of this node use them at the same time, "
+                        "which is slower: %s",
                         error,
                     )
                 self.warned = True
@@ -340,7 +341,7 @@ def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
         return TierLocks(lock_directory(), key, slots)
     except LocksUnusable as error:
         log.warning(
-            "Processes of this node use path %s at the same time, which is slower, because it cannot be locked: %s",
+            "Path %s cannot be locked, so processes of this node use it at the same time, which is slower: %s",
             name, error,
         )  # fmt: skip
         return None

@@ -150,7 +150,7 @@ class Header:
         """Offset in the file and length in bytes of one block. The last block includes the padding."""
         start = index * self.block_bytes
         if not 0 <= start < self.data_bytes:
-            raise IndexError(f"block {index} of {len(self.block_checksums)}")
+            raise IndexError(f"block {index} does not exist: the file has {len(self.block_checksums)} blocks, from 0")
         return self.header_bytes + start, min(self.block_bytes, padded_bytes(self.data_bytes) - start)
 
     def pack(self) -> bytes:

@@ -108,7 +108,9 @@ class StepWriter:
         try:
             self.wait_for_write()
         except Exception as error:
-            log.error("steps could not be written to the database, %d are kept: %s", len(self._unwritten), error)
+            log.error(
+                "steps could not be written to the database, %d are kept in memory: %s", len(self._unwritten), error
+            )
 
     def forget(self, agent: str) -> None:
         """Drops the count of new steps of an agent that has ended. The count decides when old steps are deleted."""

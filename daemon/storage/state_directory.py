@@ -116,7 +116,10 @@ def exclusive(home: Path) -> Iterator[None]:
         # The folder itself is locked, so no lock file can be left behind.
         descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise DaemonError(f"The state directory {home} cannot be used: {error.strerror}.") from error
+        raise DaemonError(
+            f"The state directory {home} cannot be used: {error.strerror}. Check that it is a directory that this "
+            "user can read, or choose another --state-dir."
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Firing alerts of all runs and of no run, and whether the list is complete."""
+"""Firing alerts of all runs, and those that concern no run in particular; and whether the list is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NO_RUN = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Firing:
-    """Firing alerts by run; alerts without a run have the empty name. `problem`: why alerts may be missing."""
+    """Firing alerts by run name; alerts that concern no run have the empty name. `problem`: why alerts may be missing,
+    None if the list is complete."""
 
     by_run: Mapping[str, Sequence[AlertView]]
     problem: str | None = None

@@ -28,7 +28,7 @@ class Line:
     then: float | None
     show: Callable[[float | None], str]
     part: bool = False
-    """The figure is a part of the line above."""
+    """Whether the figure is a part of the total in a line above, so that its name is shown indented."""
 
     @property
     def change(self) -> float | None:
@@ -65,7 +65,8 @@ def lines(preview: KnobPreview, steps: Sequence[StepReport]) -> list[Line]:
 
 
 def against(effect: MeasuredEffect, predicted: tuple[float, float] | None) -> str:
-    """The measured update seconds before and after a change as text, with the predicted ones after a preview."""
+    """The measured update times before and after a change of knobs, as text; with the predicted times if `predicted`
+    (seconds before, seconds after) is given."""
     before, after = effect.update_seconds_before, effect.update_seconds_after
     measured = f"update {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}"
     counted = f"{effect.steps_after} steps after, {effect.steps_before} before"
@@ -100,7 +101,7 @@ def _seconds(name: str, measured: float | None, now: float, then: float, *, part
 
 
 def _bytes(name: str, measured: Mapping[str, int], now: Mapping[str, int], then: Mapping[str, int]) -> list[Line]:
-    """A line with the sum of all kinds, and below it a line for each kind that changes."""
+    """A line with the total bytes, and below it a line for each key (kind of memory, or lane) whose bytes change."""
     kinds = dict.fromkeys([*now, *then])
     total = Line(
         name=name, measured=sum(measured.values()) if measured else None, now=sum(now.values()),

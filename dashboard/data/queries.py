@@ -106,7 +106,8 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
 
 
 def rates(url: str, run: str, rank: int) -> RateCard | None:
-    """The rank's live rate card; None if there is none yet, or the daemon cannot be reached."""
+    """The rank's rate card with the speeds measured during training; None if there is none yet, or the daemon cannot be
+    reached."""
     reading = _RATES.get(url, (run, rank))
     return None if reading.problem else reading.value
 
@@ -135,12 +136,12 @@ def _remember(whose: tuple[str, str, int, str], found: TimelineView) -> None:
 
 
 def _whose(rank: RankView) -> str:
-    """Identity of the process that holds the rank: its agent and its start."""
+    """A text that identifies the process of the rank: the id of its agent and the time of its start."""
     return f"{rank.agent} {rank.started_at}"
 
 
 def _process(url: str, run: str, rank: int) -> str:
-    """Identity of the process that holds the rank now, or held it last; empty if the rank was never read."""
+    """A text that identifies the present or last process of the rank; empty if the rank was never read."""
     snapshot = _SNAPSHOTS.last(url, (run, rank)) or snapshot_reading(url, run, rank).snapshot
     return _whose(snapshot.rank) if snapshot else ""
 

@@ -95,13 +95,14 @@ class CachedQuery(Generic[T]):
 _KINDS: list[CachedQuery[Any]] = []
 
 ADVICE: Final = CachedQuery(lambda client, key: client.advice(key[0]), 20.0)
-"""Advice by run and generation; it costs the daemon some processor time."""
+"""Cached knob advice of the model, by run and generation. It is kept for 20 s, because computing it costs the daemon
+processor time."""
 AUDIT: Final = CachedQuery(lambda client, key: client.audit(key[0], key[1]), 2.0)
-"""Audit rows by run and number of rows."""
+"""Cached rows of the audit log, by run and number of rows."""
 ALERTS: Final = CachedQuery(lambda client, run: client.alerts(run or None), 5.0)
-"""Alerts by run; alerts without a run have the empty name."""
+"""Cached alerts by run name. The empty name selects the alerts that concern no run in particular."""
 FIRING: Final = CachedQuery(lambda client, _: client.firing(), 5.0)
-"""Firing alerts of all runs and of no run."""
+"""Cached firing alerts: those of all runs, and those that concern no run in particular."""
 
 
 def expire() -> None:

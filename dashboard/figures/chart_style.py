@@ -1,9 +1,9 @@
 """Common layout, axes and colours of all charts. A figure is a plain dict, as Plotly's JavaScript takes it.
 
-The labels of axes that move with the steps must not be measured: to measure a label, Plotly lays out the page, and it
-caches the size of each text at each position, up to 10,000 of them. So axes of numbers have fixed margins, no titles
-(the unit is at the last tick), and labels that may extend beyond the axis. `themed` replaces Streamlit's theme, whose
-distance of titles must be measured.
+Axes are set up so that Plotly need not measure their labels. The labels of a live chart change with each step, and a
+measurement is expensive: Plotly lays out the page, and caches up to 10,000 sizes of texts. So axes of numbers have
+fixed margins, no titles (the unit is at the last tick), and labels that may extend beyond the axis. `themed` replaces
+Streamlit's theme, in which Plotly would have to measure where titles go.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def themed(drawn: Figure, theme: palette.Theme) -> Figure:
 
 
 def numbers(unit: str = "", **more: object) -> Axis:
-    """An axis of numbers, with the unit after the number of the last tick."""
+    """An axis of numbers, with the unit after the number of the last tick. more: further Plotly settings."""
     ticks = {"ticksuffix": f" {unit}", "showticksuffix": "last"} if unit else {}
     kept = {"automargin": False, "tickangle": 0, "ticklabeloverflow": "allow", "tickfont": TICKS}
     return kept | {"zeroline": False, "nticks": 5} | ticks | more
 
 
 def names(**more: object) -> Axis:
-    """An axis of names, as wide as the longest name."""
+    """An axis of names, with space for the longest name. more: further Plotly settings."""
     return {"type": "category", "automargin": True, "tickfont": TICKS, "showgrid": False, "zeroline": False} | more
 
 
 def steps(first: int, last: int, ticks: int) -> Axis:
-    """An axis of step numbers, without repeated labels for few steps."""
+    """An axis of step numbers with about `ticks` labels; with fewer steps, one label for each step."""
     spacing = {"nticks": ticks} if last - first > ticks else {"dtick": 1}
     said = {"tickformat": "d", "tickprefix": "step ", "showtickprefix": "first", "showgrid": False}
     return numbers() | said | spacing

@@ -66,8 +66,8 @@ def window(view: TimelineView, scope: Scope) -> tuple[float, float]:
 
 
 def bars(rows: Sequence[SpanRow], finest: float, critical: Collection[int] = ()) -> list[Bar]:
-    """One bar for each span. Neighbours of one kind on a lane are joined if both bars and their gap are shorter than
-    `finest` seconds."""
+    """One bar for each span. Neighbours of one kind on a lane are joined if their gap and one of the two bars are
+    shorter than `finest` seconds. critical: numbers of the ops on the critical path."""
     joined: list[Bar] = []
     by_lane: dict[str, list[SpanRow]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.start):

@@ -96,8 +96,8 @@ def _next(context: PageContext) -> None:
 
 
 def _nothing(unknown: list[str]) -> None:
-    """Draws the note that there is nothing to do. `unknown`: sentences on what could not be checked; with them, the
-    note says that no task is known."""
+    """Draws the note that there is nothing to do. `unknown`: sentences on what could not be checked; if there are any,
+    the note says only that no task is known, and repeats them."""
     if unknown:
         st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
         return
@@ -109,6 +109,7 @@ def _most_urgent(
     url: str, tasks: list[triage.Task], generations: Mapping[str, int]
 ) -> tuple[triage.Task | None, list[str]]:
     """The most urgent task with the model's advice, or None; and sentences on what could not be checked.
+    generations: the newest generation of each run.
 
     Only the first `MAX_ADVISED` tasks are examined, because each may need advice, which the daemon computes.
     """

@@ -40,7 +40,8 @@ def _head(context: PageContext) -> None:
 
 
 def _controls(context: PageContext) -> int | None:
-    """The step to show, None for the newest. Not a live section: a list must not change while the viewer chooses."""
+    """Draws the controls (choice of step, scope, download), and returns the step to show; None for the newest. They do
+    not refresh by themselves, because a list must not change while the viewer chooses."""
     asked = st.query_params.get("step", "")
     step = int(asked) if asked.isdecimal() else None
     steps = sorted({*queries.kept_steps(context.url, context.run, context.rank), *([step] if step is not None else [])})
@@ -73,7 +74,8 @@ def _controls(context: PageContext) -> int | None:
 
 
 def _show(context: PageContext, step: int | None) -> None:
-    """Writes the step into the address before the page is drawn, so that the page is drawn only once."""
+    """Makes `step` (None: the newest) the shown step: writes it into the query of the page's address. It runs as the
+    callback of a widget, before the page is drawn, so that the page is drawn only once."""
     asked = {"run": context.run} | ({"rank": str(context.rank)} if context.rank else {})
     st.query_params.from_dict(asked | ({} if step is None else {"step": str(step)}))
 

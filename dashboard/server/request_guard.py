@@ -48,8 +48,8 @@ POLICY: Final = (
     "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self'; "
     "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
 )
-"""Content-Security-Policy: no page loads, sends or shows data of another host, whatever text it contains. The charts
-need 'unsafe-eval', because they evaluate expressions that are made here."""
+"""The Content-Security-Policy header: no page loads data from another host or sends data to it, whatever text the page
+contains. 'unsafe-eval' is needed for the charts, whose JavaScript evaluates expressions that this server has made."""
 
 
 class RequestGuard:

@@ -155,7 +155,8 @@ def _check(token: str) -> tuple[str, str]:
 
 
 def _may_operate(client: DaemonClient) -> bool:
-    """Whether the token has the operate scope. Tested with a preview, which changes nothing, of a run named `-`."""
+    """Whether the token of the client has the operate scope, which allows changes of knobs. The test requests a preview
+    for a run named `-`; a preview changes nothing."""
     try:
         client.preview_knobs("-", {"stride": 1.0}, 0)
     except NotAuthorized:

@@ -22,7 +22,8 @@ TRIAL_STEPS: Final = CanaryRequest().steps
 
 @dataclass(kw_only=True)
 class EditState:
-    """A viewer's editing state for one run. Streamlit drops the values of widgets when their page is left."""
+    """A viewer's editing state for one run. It is stored here, because Streamlit drops the values of input fields when
+    the viewer leaves their page."""
 
     generation: int | None = None
     """The newest generation that the viewer saw when the edit began; sent as If-Match."""
@@ -41,7 +42,8 @@ class EditState:
     """Predicted update seconds before and after a generation, for generations that were previewed and then set."""
 
     def begin(self, knobs: KnobsView) -> None:
-        """Updates the editing state for the knobs that the page shows. Existing edits still refer to earlier knobs.
+        """Updates the editing state for the knobs that the page shows. Without edits it refers to the newest
+        generation; existing edits still refer to the generation that the viewer saw when they were begun.
 
         Edits of knobs that the run no longer has (for example after a restart without storage paths) are dropped.
         """
@@ -54,7 +56,7 @@ class EditState:
             self.base_on(knobs)
 
     def base_on(self, knobs: KnobsView) -> None:
-        """Makes the edits refer to these knobs."""
+        """Makes the edits refer to these knobs: changes are compared with them, and sent with their generation."""
         self.generation, self.desired = knobs.generation, dict(knobs.desired)
 
     @property

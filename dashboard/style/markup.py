@@ -117,7 +117,7 @@ def advice(what: str, sentence: str, liveness: str) -> str:
 
 
 def pace(figure: str, details: Sequence[str], hint: str = "") -> str:
-    """A card's large figure with details behind it, as HTML. `hint` is the hover text."""
+    """A card's large figure, followed by details, as HTML. `hint` is the hover text."""
     rest = " · ".join(escape(detail) for detail in details)
     return f'<div class="tg-pace" title="{escape(hint)}"><b>{escape(figure)}</b><span>{rest}</span></div>'
 

@@ -73,7 +73,7 @@ def color(alert: AlertView) -> str:
 
 
 def runbook(url: str) -> str:
-    """A link if the runbook is a web address, else its text."""
+    """The runbook of an alert as a table cell: a link if `url` is a web address, else its text; a dash if empty."""
     if not url.startswith(("https://", "http://")):
         return url or units.NONE
     return markup.Raw(f'<a href="{escape(url)}" target="_blank" rel="noreferrer">runbook</a>')

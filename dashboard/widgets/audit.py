@@ -21,7 +21,8 @@ _GOOD: Final = ("applied", "promoted", "alert_resolved")
 
 
 def audit(context: PageContext) -> None:
-    """Draws the filters, which do not refresh, and the rows that they take. The filters are part of the address."""
+    """Draws the filters and the rows that they accept. Only the rows refresh. The filters are stored in the query of
+    the page's address."""
     known = read_cache.AUDIT.get(context.url, (context.run, DEPTHS[0])).value or []
     st.html(markup.title("Audit log", "append-only; every change of knobs and every alert"))
     asked = st.query_params

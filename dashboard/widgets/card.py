@@ -19,7 +19,8 @@ DRAWN: Final = "drawn:"
 
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
-    """Draws the card of a run. away: the daemon cannot be reached, so the run's present state is unknown."""
+    """Draws the card of a run. number: its place on the page. away: the daemon cannot be reached, so the run's present
+    state is unknown."""
     known = triage.lead_rank(run)
     figures = summarize([known.last_step] if known and known.last_step else [])
     liveness = "unknown" if away else run.liveness

@@ -24,7 +24,7 @@ _PATHS_HELP: Final = (
 
 
 def form() -> tuple[Question, ModelShape | None]:
-    """The question in the form, and the shape of an uploaded model."""
+    """Draws the form; returns the question in it, and the shape of an uploaded model, None if there is none."""
     asked: Question = st.session_state.get(ASKED) or Question.of_query(st.query_params.to_dict())
     st.html(markup.title("Model"))
     own = st.session_state.get("plan_own_shape")

@@ -51,7 +51,8 @@ def predicted(view: GenerationView) -> tuple[float, float] | None:
 
 
 def progress(view: GenerationView, canary: CanaryView, snapshot: Snapshot) -> int:
-    """Number of steps with the generation that every rank has finished, without the first, which moves state."""
+    """Number of steps of the trial that all ranks have finished. The first step with the generation is not counted,
+    because state moves in it."""
     done = [
         rank.step - view.applied[rank.rank] for rank in snapshot.run.ranks if rank.rank in view.applied
     ]  # fmt: skip

@@ -212,7 +212,7 @@ class Workload:
             if value < 1:
                 raise ConfigError(f"{name}={value!r} is out of range: at least 1.")
         if self.weight not in STATE_BYTES:
-            raise ConfigError(f"weight={self.weight!r} is unknown: {', '.join(STATE_BYTES)}.")
+            raise ConfigError(f"weight={self.weight!r} is unknown: use one of {', '.join(STATE_BYTES)}.")
 
     @property
     def weight_bytes(self) -> int:

@@ -26,7 +26,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before deleting.")] = False,
     url: Daemon = None,
 ) -> None:
-    """Delete ended runs permanently: generations, ranks, steps and alerts. Their rows stay in the audit log."""
+    """Delete ended runs permanently: generations, ranks, steps and alerts. Their rows in the audit log are kept."""
     listed = ", ".join(names)
     if not yes and not sys.stdin.isatty():
         raise ConfigError(f"Nothing was deleted: there is no terminal to ask on. Add --yes to delete {listed}.")

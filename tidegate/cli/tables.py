@@ -130,7 +130,8 @@ def print_preview(preview: KnobPreview) -> None:
 
 
 def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
-    """Rows with the prediction interval, stalls by cause, the lower bound, and memory."""
+    """Table rows that compare the predictions before and after a change of knobs: the range of 9 of 10 updates, stalls
+    by cause, the lower bound of the update with its reason, and memory. No rows if a prediction is None."""
     if before is None or after is None:
         return
     if after.low_seconds is not None and after.high_seconds is not None:

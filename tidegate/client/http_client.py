@@ -71,7 +71,7 @@ class HttpClient:
             except RuntimeError as error:
                 raise DaemonError(
                     f"The proxy {proxy.url} in the environment speaks SOCKS, for which the package socksio is needed: "
-                    "install it, or except the daemon's host with NO_PROXY."
+                    "install it, or exclude the daemon's host from the proxy with NO_PROXY."
                 ) from error
         else:
             # A proxy is checked with the system's certificates: TIDEGATE_CA_FILE is only for the daemon.
@@ -136,7 +136,7 @@ def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
         shown = visible(proxy.rpartition("@")[2])[:200]  # without the user name and password before the "@"
         raise DaemonError(
             f"The environment's {variable.upper()} names no proxy that can be used ({shown!r}): give it as "
-            "http://host:port, or except the daemon's host with NO_PROXY."
+            "http://host:port, or exclude the daemon's host from the proxy with NO_PROXY."
         ) from error
 
 
@@ -146,6 +146,6 @@ def system_trust() -> ssl.SSLContext:
         return httpx.create_ssl_context()
     except OSError as error:
         raise DaemonError(
-            f"The system's certificates cannot be read: {error.strerror or error}. Look at SSL_CERT_FILE and "
-            "SSL_CERT_DIR."
+            f"The system's certificates cannot be read: {error.strerror or error}. Check the "
+            "environment variables SSL_CERT_FILE and SSL_CERT_DIR."
         ) from error

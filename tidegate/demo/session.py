@@ -85,7 +85,8 @@ class Session:
             before(dropped)
 
     def _check_interrupted(self) -> None:
-        """Raises KeyboardInterrupt after a Ctrl-C, which Python ignores if it comes while it forks or cleans up."""
+        """Raises KeyboardInterrupt if Ctrl-C was pressed. Without this call, a Ctrl-C would have no effect when Python
+        receives it during a fork or while it destroys objects."""
         if self._interrupted:
             raise KeyboardInterrupt
 

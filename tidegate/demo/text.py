@@ -31,7 +31,7 @@ def read_text(folder: Path | None, window: int) -> torch.Tensor:
     if len(content) < 100 * window:
         raise DataError(
             f"{root} has {len(content):,} bytes of readable text in {len(files)} files ({', '.join(ENDINGS)}); "
-            f"at least {100 * window:,} are needed."
+            f"at least {100 * window:,} are needed. Name a folder with more text."
         )
     return torch.frombuffer(content[:MAX_BYTES], dtype=torch.uint8)
 

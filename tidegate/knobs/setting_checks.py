@@ -62,7 +62,7 @@ def check_word(name: str, value: object, words: Sequence[str]) -> str:
     """The value, which must be one of `words`."""
     if not isinstance(value, str) or value not in words:
         *others, last = map(repr, words)
-        raise ConfigError(f"{name}={value!r} is unknown: {', '.join(others)} or {last}.")
+        raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(others)} or {last}.")
     return value
 
 

@@ -105,7 +105,7 @@ def _checked(given: object, kind: type, where: str) -> dict[str, Any]:
     known = {one.name for one in fields(kind)}
     if not isinstance(given, Mapping) or not known >= given.keys():
         raise ConfigError(
-            f'"{BLOCK}": {where} is {given!r}: it must be a block with keys of {", ".join(sorted(known))}.'
+            f'"{BLOCK}": {where} is {given!r}: it must be a block with only these keys: {", ".join(sorted(known))}.'
         )
     return dict(given)
 

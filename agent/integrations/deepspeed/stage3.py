@@ -278,7 +278,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         if param.requires_grad:
             if value.numel() != param.ds_numel:
                 raise ConfigError(
-                    f"The value has {value.numel()} elements, but the parameter has {param.ds_numel}: give as many."
+                    f"The value has {value.numel()} elements, but the parameter has "
+                    f"{param.ds_numel}: the numbers must match."
                 )
             self._set_state(param, optim_state_key, self._own_slice(value, param))
             if optim_state_key is None and param.ds_status == ZeroParamStatus.AVAILABLE:
@@ -290,7 +291,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             if value.numel() != param.ds_tensor.numel():
                 raise ConfigError(
                     f"The value has {value.numel()} elements, but this rank's part of the parameter has "
-                    f"{param.ds_tensor.numel()}: give as many."
+                    f"{param.ds_tensor.numel()}: the numbers must match."
                 )
             self._set_state(param, optim_state_key, value.flatten())
 

@@ -79,8 +79,9 @@ def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
             "The checkpoint's state was swapped to NVMe by DeepSpeed itself, and its files are in DeepSpeed's own "
             'format. Load it with offload_optimizer.device "nvme" without Tidegate, and save weights from there.'
             if elsewhere
-            else f"The checkpoint has subgroups of {saved} elements on this rank, this run {wanted}: it is of "
-            "another model, another number of ranks or another sub_group_size."
+            else f"The checkpoint has subgroups of {saved} elements on this rank, but this run has subgroups of "
+            f"{wanted}: the checkpoint was saved with another model, number of ranks or sub_group_size. Resume with "
+            "the same ones."
         )
 
 

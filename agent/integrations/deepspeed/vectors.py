@@ -35,8 +35,8 @@ def vector_numel(cpu_adam: Any) -> int:
         if all(map(torch.equal, _updated_here(width), wanted)):
             return width
     log.warning(
-        "DeepSpeed's cpu_adam, as compiled on this machine, rounds in a way that Tidegate does not know: weights will "
-        "be close to those of DeepSpeed's own offload, but not equal bit for bit."
+        "DeepSpeed's cpu_adam, as compiled on this machine, rounds in a way that Tidegate cannot reproduce: weights "
+        "will be close to those of DeepSpeed's own offload, but not equal bit for bit. Training goes on."
     )
     return 1
 

@@ -108,7 +108,7 @@ def test_that_the_device_is_emulated_is_said_once(
                 optimizer.step()
     said = [record.message for record in caplog.records if "emulated" in record.message]
     assert len(said) == 1
-    assert "no claim about a GPU" in said[0]
+    assert "say nothing about a GPU" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,10 @@ def rates(**settings: Any) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (offload(device="tpu"), r"device='tpu' is unknown: 'auto' or 'emulated'"),
-        (offload(gradients="free"), r"gradients='free' is unknown: 'keep' or 'release'"),
-        (offload(accumulation="disk"), r"accumulation='disk' is unknown: 'device', 'host' or 'host_fp32'"),
-        (offload(policy="fast"), r"policy='fast' is unknown: 'interleaved', 'sequential' or 'twinflow'"),
+        (offload(device="tpu"), r"device='tpu' is unknown: use 'auto' or 'emulated'"),
+        (offload(gradients="free"), r"gradients='free' is unknown: use 'keep' or 'release'"),
+        (offload(accumulation="disk"), r"accumulation='disk' is unknown: use 'device', 'host' or 'host_fp32'"),
+        (offload(policy="fast"), r"policy='fast' is unknown: use 'interleaved', 'sequential' or 'twinflow'"),
         (offload(watchdog_seconds=0), r"watchdog_seconds=0 is out of range: more than 0"),
         (offload(watchdog_seconds="1"), r"watchdog_seconds='1' is not a number: give one of more than 0"),
         (offload(paths={3: "/nvme"}), r"a name in paths=3 is not a text"),
@@ -151,6 +151,7 @@ def test_speeds_of_the_emulated_device_may_change_and_are_checked_then_too() -> 
         ({"strict": 1}, "strict=1 is not a flag"),
         ({"advertise_host": 3}, "advertise_host=3 is not a host"),
         ({"metrics_port": "9000"}, "metrics_port='9000' is not a port"),
+        ({"model": 3}, "model is a int, not a torch.nn.Module"),
         ({"daemon": 3}, "daemon=3 is not a text"),
         ({"daemon": "3"}, "daemon=.3.: .* is not an address"),
     ],

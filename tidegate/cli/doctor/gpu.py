@@ -181,7 +181,8 @@ def both_ways(device: Device) -> dict[str, list[Span]]:
 
 
 def overlap(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Seconds in which a span of each sequence was running. Spans of one sequence do not overlap each other."""
+    """Seconds during which a span of `spans` and a span of `others` ran at the same time. Within one sequence, spans
+    must not overlap."""
     pairs = itertools.product(spans, others)
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
 

@@ -33,8 +33,8 @@ _SYMBOLS: Final[dict[Verdict, Text]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. Verdict `missing`: some commands need this and others do not; `bad`: must be
-    repaired."""
+    """The result of one check. Verdict `missing`: the component is absent, and only some commands need it; `bad`: the
+    component is faulty and must be repaired."""
 
     check: str
     verdict: Verdict
