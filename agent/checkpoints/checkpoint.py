@@ -13,10 +13,10 @@ from tidegate.errors import FileUnreadable, ForeignByteOrder, NewerFormat, State
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, as one rank's part of it.
+    """A complete checkpoint on disk, with the manifest of one rank.
 
     directory: directory of the checkpoint, `step-<n>`.
-    manifest: list of contents of this rank's part.
+    manifest: list of the files and parameters in this rank's part of the checkpoint.
     """
 
     directory: Path

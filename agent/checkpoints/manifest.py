@@ -27,8 +27,9 @@ from tidegate.errors import FileUnreadable, ManifestDamaged, NewerFormat
 from tidegate.kernels import WeightFormat
 
 VERSION: Final = 2
-"""Version of the manifest format. Later versions either keep the outer fields (`crc32` is the checksum of the canonical
-text of `checkpoint`) or have no `crc32`. So a manifest with a higher version and a wrong checksum is damaged."""
+"""Version of the manifest format. A later version must either keep the outer fields, where `crc32` is the checksum of
+the canonical text of `checkpoint`, or have no field `crc32`. Therefore a manifest with a higher version number and a
+wrong `crc32` is treated as damaged."""
 VERSION_WITHOUT_FILES: Final = 1
 """Version of the format without the list of the user's files (`save_also`)."""
 MAX_MANIFEST_BYTES: Final = 1 << 30

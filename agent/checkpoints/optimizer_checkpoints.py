@@ -90,7 +90,9 @@ class OptimizerCheckpoints:
             reader.scatter(self.engine)
 
     def raise_if_failed_alone(self) -> None:
-        """See `PendingCheckpoint.raise_if_failed_alone`."""
+        """Raises CheckpointFailed if there is only one rank, the last background checkpoint failed, and the error was
+        not raised before. With several ranks it does nothing: `PendingCheckpoint.wait_and_agree` raises the error on
+        all ranks."""
         if self._pending is not None:
             self._pending.raise_if_failed_alone()
 

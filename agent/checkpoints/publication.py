@@ -1,4 +1,4 @@
-"""Publishes a rank's part of a checkpoint, unpublishes it, and removes what no manifest names."""
+"""Publishes and unpublishes a rank's part of a checkpoint, and removes folders that no manifest names."""
 
 from __future__ import annotations
 

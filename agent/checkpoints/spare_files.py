@@ -25,8 +25,8 @@ from tidegate.errors import PathFull, PathUnusable
 
 class SpareFiles:
     """Creates the spare files on one rank's paths for a new checkpoint. `expiring`: checkpoints that are removed when
-    the new one is complete; their files become spare files. Empty for a checkpoint in the background: flushes then need
-    spare files earlier."""
+    the new one is complete; their files then become spare files. It is empty for a checkpoint in the background,
+    because flushes need spare files before that checkpoint is complete."""
 
     def __init__(self, engine: Engine, rank: int, expiring: Sequence[Checkpoint]) -> None:
         self._engine, self._rank, self._expiring = engine, rank, expiring

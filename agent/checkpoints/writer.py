@@ -136,7 +136,8 @@ class _Writer:
             self.states = StateCopies(contents.engine, contents.params, contents.step, self._run_id, ranks.rank, device)
 
     def write(self) -> Checkpoint:
-        """Writes the whole part before it returns."""
+        """Writes this rank's part of the checkpoint completely, removes expired checkpoints, and returns the new
+        one."""
         spares = SpareFiles(self._engine, self._ranks.rank, self._expiring)
         with _failing_together(self._ranks, self._directory), _part_removed_on_error(self._folder):
             published = self._part(spares, BackgroundCopies()).publish()
@@ -205,8 +206,8 @@ class _Writer:
 
 @contextmanager
 def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
-    """Context manager in which a failure on one rank makes all ranks fail: CheckpointFailed where only another rank
-    failed. A collective of all ranks."""
+    """Context manager for a block that all ranks run. If the block raises on a rank, that error is raised there, and
+    CheckpointFailed is raised on the ranks where the block succeeded. A collective call of all ranks."""
     try:
         yield
     except BaseException:

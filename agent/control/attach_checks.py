@@ -31,7 +31,7 @@ _LONGEST_HOST: Final = 253
 
 @dataclass(frozen=True, kw_only=True)
 class AttachSettings:
-    """The keyword arguments of `tidegate.attach`, which documents them."""
+    """Keyword arguments of `tidegate.attach`. The docstring of `attach` describes them."""
 
     run: str
     daemon: str | None = None

@@ -39,17 +39,18 @@ log = logging.getLogger("tidegate")
 
 
 class Attachment:
-    """Telemetry of an optimizer and its link to the daemon. Made by `tidegate.attach`, which documents the arguments;
+    """Telemetry of an optimizer and its link to the daemon. Created by `tidegate.attach`, which documents the arguments;
     ended by `close()`, a `with` block or `optimizer.close()`.
 
-    It closes itself when it is garbage-collected, and says goodbye when the process ends.
+    It is closed when it is garbage-collected. When the process ends, the daemon gets a goodbye message.
 
     run, rank, world_size: name of the run, number of this rank, number of all ranks.
     metrics_address: "host:port" of /metrics.
-    recorder: the figures of all steps.
+    recorder: recorder of all finished steps.
     tuning: the tuner of knobs on `auto`.
     link: the link to the daemon; None without one.
-    applied_at: (generation of knobs, first step with it), oldest first. Steps are numbered as the optimizer counts.
+    applied_at: list of pairs (generation of knobs, first step with this generation), oldest first. Steps are numbered
+        as in the optimizer.
     """
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module | None, settings: AttachSettings) -> None:
@@ -145,9 +146,9 @@ class Attachment:
             log.warning("%s The daemon keeps the values that it received before.", error, extra=event("hello_refused"))
 
     def resumed(self) -> None:
-        """Continues at the optimizer's step number after the optimizer loaded a state. The rank registers as a new
-        agent, as after a restart. As the same agent, its steps could have numbers that the daemon already has, and the
-        daemon would ignore them."""
+        """Sets the step number of telemetry to the optimizer's, after the optimizer loaded a state. Registers the rank
+        as a new agent, as after a restart, because the daemon ignores steps whose numbers it already has from the same
+        agent."""
         steps = self._optimizer.num_steps
         if steps == self.recorder.number:
             return

@@ -1,5 +1,5 @@
-"""What the daemon has decided about the knobs of this rank, and what the rank has to answer. Shared by all threads of
-the link and by the training thread."""
+"""The daemon's decisions about knobs and this rank's answers to them. Shared by the threads of the link to the daemon
+and the training thread."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class CommittedKnobs:
 
 
 class KnobDecisions:
-    """Keeps the newest knobs that the daemon has committed (accepted by all ranks), and what the next report to the
-    daemon says about them: that they were applied, or that this rank cannot use them.
+    """Stores the newest knobs that the daemon has committed (accepted by all ranks), and this rank's answer for the next
+    report to the daemon: the knobs were applied, or they cannot be used on this rank.
 
     run: name of the run, for log messages.
-    wake: wakes the thread that sends reports.
+    wake: function that wakes the thread that sends reports.
     """
 
     def __init__(self, run: str, wake: Callable[[], None]) -> None:
@@ -66,8 +66,9 @@ class KnobDecisions:
                 self._accept(directive, self.committed.epoch if self.committed is not None else 0)
 
     def take_at_registration(self, directive: Directive, known: CommittedKnobs | None) -> None:
-        """Accepts the response to a hello, even if its generation is older: a daemon that lost its state starts over
-        with this rank's knobs. `known`: the committed knobs when the hello was made."""
+        """Accepts the knobs in the daemon's response to a registration message (hello). `known`: committed knobs at the
+        time when the message was built. If they are given, an older generation is accepted too: a daemon that lost its
+        state counts generations from 0 again."""
         with self._lock:
             epoch = known.epoch if known is not None else 0
             starts_over = known is not None and directive.committed < self.newest_generation
@@ -112,28 +113,29 @@ class KnobDecisions:
         return True
 
     def take_applied(self) -> Applied | None:
-        """What the next report says of applied knobs; it is said once."""
+        """Returns the message that knobs were applied, for the next report, and removes it here, so that it is sent
+        only once. None if there is no such message."""
         with self._lock:
             applied, self._applied = self._applied, None
         return applied
 
     def restore_applied(self, applied: Applied | None) -> None:
-        """Takes back what was not delivered, unless there is something newer."""
+        """Stores a message of applied knobs that was not delivered, unless a newer message is stored."""
         with self._lock:
             self._applied = self._applied or applied
 
     def forget_applied(self) -> None:
-        """Drops what the next report would say of applied knobs."""
+        """Discards the message of applied knobs that waits for the next report."""
         with self._lock:
             self._applied = None
 
     def take_unusable(self) -> Vote | None:
-        """The pending vote against an unusable generation; it is sent once."""
+        """Returns the pending vote against an unusable generation and removes it here, so that it is sent only once."""
         unusable, self._unusable = self._unusable, None
         return unusable
 
     def restore_unusable(self, unusable: Vote) -> None:
-        """Takes back a vote that was not delivered, unless there is a newer one."""
+        """Stores a vote that was not delivered, unless a newer vote is stored."""
         self._unusable = self._unusable or unusable
 
 

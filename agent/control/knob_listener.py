@@ -23,15 +23,15 @@ from tidegate.wire.agent import Directive, Vote
 log = logging.getLogger("tidegate.link")
 
 CONNECTION_CHECK_SECONDS = 0.2
-"""Pause between two looks at whether the link is connected."""
+"""Interval in seconds at which the listen thread checks whether the link is connected."""
 
 
 class KnobListener:
     """Work of the listening thread of a link, until `stop` is set.
 
-    client: connection of this thread alone.
+    client: connection that only this thread uses.
     source: checks proposed knobs; a reference is held only during a check.
-    on_failure: called when an exchange failed: the daemon may have lost what it was told.
+    on_failure: called after a failed exchange, to send recent reports again, because the daemon may have lost them.
     on_exchange: called after each exchange.
     """
 
@@ -93,7 +93,7 @@ class KnobListener:
 
     def _vote(self, directive: Directive) -> Vote:
         """Checks the proposed knobs and returns this rank's vote. If the check raises an unexpected error, the vote is
-        no: without a vote the daemon would wait until its deadline, and then count a no."""
+        no. Without a vote, the daemon would wait until its deadline and then count a no."""
         assert directive.proposed is not None
         held, reason = [self._source()], ""
         try:

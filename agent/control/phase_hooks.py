@@ -31,7 +31,7 @@ class PhaseHooks:
             self._optimizer.phases.enter("forward")
 
     def after_forward(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """Ends the phase `forward`, and has the backward of this output begin the phase `backward`."""
+        """Ends the phase `forward`. The phase `backward` begins when the gradient of this output is computed."""
         if self._optimizer.phases.current == "forward":
             self._optimizer.phases.enter("other")
             for tensor in _tensors(output):

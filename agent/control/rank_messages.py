@@ -1,4 +1,5 @@
-"""The messages of one rank to the daemon: its hello, with what it is, and its reports, with what it does."""
+"""Builds the messages of one rank to the daemon: the registration message (hello), which describes the rank, and the
+reports of its steps."""
 
 from __future__ import annotations
 

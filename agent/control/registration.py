@@ -1,4 +1,4 @@
-"""Registration of a rank with the daemon: the hello, and what it means when another agent holds the rank."""
+"""Registration of a rank with the daemon by a hello message, and the handling of a rank that another agent holds."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ REFUSALS = (DaemonError, ConfigError)
 
 
 class Registration:
-    """The hello of a link, and whether the daemon has accepted it."""
+    """Registration message (hello) of a link to the daemon, and whether the daemon has accepted it."""
 
     def __init__(self, client: DaemonClient, hello: AgentHello, knobs: KnobDecisions, refusals: RefusalLog) -> None:
         self.hello = hello
-        """The newest hello, accepted or not."""
+        """Newest registration message (hello), whether the daemon has accepted it or not."""
         self.accepted: AgentHello | None = None
         """The last registration message (hello) that the daemon accepted."""
         self.connected = False
         self._client, self._knobs, self._refusals = client, knobs, refusals
 
     def say_first_hello(self, strict: bool) -> None:
-        """Sends the first hello. If the daemon is unavailable, that is only logged. With `strict`, if another agent
-        holds the rank and may have ended, the hello is repeated until that agent's lease has ended, for
-        `LONGEST_STRICT_SECONDS` at most; then RankTaken is raised."""
+        """Sends the first registration message (hello). If the daemon is unavailable or refuses the message, that is
+        only logged. With `strict`, NotAuthorized and RankTaken are raised. If the agent that holds the rank may have
+        ended, the message is repeated until the lease of that agent has ended, for `LONGEST_STRICT_SECONDS` at most,
+        before RankTaken is raised."""
         latest: float | None = None
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What the link to the daemon needs from its owner: reports, and a check of proposed knobs."""
+"""Interface of the object from which the link to the daemon gets reports, and which checks proposed knobs."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ GENERATIONS_DIFFER = -1
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryMessage:
-    """Values that one rank contributes at the end of a step, or the result for all ranks.
+    """Values that one rank contributes at the end of a step, or the combined result for all ranks.
 
     generation: newest generation of knobs that the rank knows. Result: the generation, if it is the same on all ranks,
         else GENERATIONS_DIFFER.
     update_seconds: duration of the last update. Result: the longest of all ranks; None when a rank has none.
-    wants_search: whether the tuner wants to search for better knobs now. Result: whether that is so on all ranks.
-    proposal_applied: whether the last proposal of the tuner could be applied. Result: whether on all ranks.
-    rates_changed: whether a rate has changed permanently. Result: whether on any rank.
+    wants_search: whether the rank's tuner wants to search for better knobs now. Result: True if all tuners want it.
+    proposal_applied: whether the rank could apply the tuner's last proposal. Result: True if all ranks could apply it.
+    rates_changed: whether a rate of the rank has changed permanently. Result: True if this is so on any rank.
     """
 
     generation: int = 0

@@ -32,7 +32,8 @@ log = logging.getLogger("tidegate")
 T = TypeVar("T")
 
 CACHE_GROWTH = 1.1
-"""Least ratio between the largest possible host cache and the present one for the search to consider a larger cache."""
+"""The search considers a larger host cache only if the largest possible cache is more than this many times as large as
+the present one."""
 
 
 def update_seconds(result: StepResult, phases: StepPhases) -> float | None:

@@ -50,9 +50,9 @@ class _BucketReceiver:
         return [(i, grad) for i, grad in zip(numbers, bucket.gradients(), strict=True) if i is not None]
 
     def _note_end_of_backward(self, engine: Engine) -> None:
-        """Arranges a notification of the engine for the time when DDP has written `.grad`. DDP writes it in a callback
-        at the end of the backward. That callback is queued after the one of this method, so the callback of this method
-        queues a second one, which runs after DDP's."""
+        """Queues a callback that notifies the engine after DDP has written `.grad`. DDP writes `.grad` in a callback of
+        its own at the end of the backward, which is queued later than the one queued here. Therefore the callback
+        queued here only queues a second callback, which runs after DDP's."""
         task = torch._C._current_graph_task_id()
         if task != self._announced:
             self._announced = task
@@ -80,7 +80,7 @@ class _BucketHook:
         return receiver
 
     def leave(self, receiver: _BucketReceiver) -> bool:
-        """Notifies this receiver no more. False when it had left before, or was replaced."""
+        """Stops notifying this receiver. Returns False if it was already removed or replaced."""
         was_in = receiver in self._receivers
         self._receivers = [one for one in self._receivers if one is not receiver]
         return was_in
@@ -179,7 +179,7 @@ def overlap_ddp(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: Dist
 
 
 def _require_early_copies(optimizer: AdamW, model: object) -> None:
-    """ConfigError unless gradients of this optimizer can be copied from the buckets of this model."""
+    """Raises ConfigError unless gradients of this optimizer can be copied from the buckets of this model."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"overlap_ddp takes a DistributedDataParallel, not a {type(model).__name__}.")
     if optimizer.offload.gradients != "keep":

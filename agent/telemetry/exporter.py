@@ -40,7 +40,7 @@ class Exporter:
     answer: bound method that returns the text of the response; its argument is whether the client asks for the
         OpenMetrics format. Its object is held weakly: the server ends when the object is garbage-collected.
     overhead: `overhead["exporter"]` grows by the CPU seconds that scrapes take.
-    strict: ConfigError when the port is taken; otherwise a free port is used.
+    strict: if the port is taken, True raises ConfigError, and False uses a free port instead.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Seconds after which a connection without data is closed."""
 
     def do_GET(self) -> None:
-        """Sends the metrics; 503 when their owner is already collected."""
+        """Sends the metrics, or status 503 if the object that provides them was garbage-collected."""
         _, content_type = choose_encoder(self.headers.get("Accept", ""))
         answer = self.server.answer()
         if answer is None:

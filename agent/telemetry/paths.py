@@ -61,7 +61,7 @@ class WriteRate:
 
     def per_day(self, now: float, written: int) -> float | None:
         """Adds a measurement and returns the bytes per day. `now`: seconds on the monotonic clock. `written`: bytes
-        written so far. None in the first MIN_WEAR_SECONDS seconds."""
+        written so far. None in the first MIN_WRITE_RATE_SECONDS seconds."""
         samples = self._samples
         if now - samples[-1][0] >= WRITE_RATE_SAMPLE_SECONDS:
             samples.append((now, written))

@@ -20,10 +20,10 @@ class RankMetrics:
     """Serves a rank's metrics until it is closed or garbage-collected. ConfigError when no port can be opened.
 
     port: port of /metrics.
-    generation: generation of the knobs; the code that applies knobs sets it.
+    generation: generation of the knobs in force; set from outside, when knobs are applied.
     thread_failures: number of failures of the threads of the link to the daemon; the attachment sets it.
     overhead: CPU seconds by part; the attachment sets those of the tuner and the link.
-    strict: ConfigError when the port is taken; otherwise another port is used.
+    strict: if the port is taken, True raises ConfigError, and False uses a free port instead.
     """
 
     def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:

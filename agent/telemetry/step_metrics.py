@@ -14,7 +14,8 @@ from tidegate.timeline.timeline import STALL_CAUSES
 from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES: Final = 1 << 20
-"""Least number of bytes of a link in a step for its speed to count for the link's ceiling (the best measured speed)."""
+"""Minimum number of bytes that a link must transfer in a step before its speed in that step can raise the link's
+ceiling (the best measured speed)."""
 
 
 def initialize(metrics: MetricStore, paths: Collection[str]) -> None:

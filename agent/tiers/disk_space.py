@@ -11,10 +11,11 @@ from tidegate.errors import PathFull
 
 
 def reserve(fd: int, nbytes: int) -> bool:
-    """Makes the open file at least `nbytes` long, with its blocks allocated, so that later writes cannot run out of
-    space. False where the file system cannot allocate: then only the free space was checked, and the file is sparse.
+    """Makes the open file at least `nbytes` long and allocates its blocks, so that later writes cannot run out of
+    space. Returns False where the file system cannot allocate blocks: then only the free space was checked, and the
+    file is sparse.
 
-    PathFull, with the figures, when the space is not there; the size of the file is then unchanged.
+    Raises PathFull, with the byte counts, if there is not enough free space. The size of the file is then unchanged.
     """
     if nbytes < 1:
         raise ValueError(f"nbytes is {nbytes}, the least is 1")
@@ -42,7 +43,7 @@ def free_bytes(directory: int | str | os.PathLike[str]) -> int:
 
 
 def check_space(base: Path, needed_bytes: int) -> None:
-    """PathFull, with the figures, when less than `needed_bytes` are free on the file system of `base`."""
+    """Raises PathFull, with the byte counts, if fewer than `needed_bytes` are free on the file system of `base`."""
     free = free_bytes(base)
     if needed_bytes > free:
         raise PathFull(_no_space_message(base, needed_bytes, free), needed_bytes, free)

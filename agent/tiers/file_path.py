@@ -84,7 +84,7 @@ class PathSettings:
 
     @property
     def place(self) -> str:
-        """The former name of `location`. The next version does not have it."""
+        """Deprecated name of `location`. It will be removed in the next version."""
         warnings.warn("PathSettings.place is called location now.", DeprecationWarning, stacklevel=2)
         return self.location
 
@@ -292,9 +292,9 @@ class StoragePath:
         return os.fstat(file.fd).st_size
 
     def hard_link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
-        """Hard-links the subgroup's file, header included, to `target`. From now on the state is flushed to the spare
-        file. Durable after fsync. False, without `target`, where the file system refuses the link. Call only when
-        `linkable_bytes` returned a size."""
+        """Hard-links the subgroup's file, with its header, to `target`. Later flushes of the subgroup write to the
+        spare file. The link is durable only after fsync. Returns False, and creates no link, if the file system refuses
+        it. Call this method only if `linkable_bytes` returned a size."""
         file = self._files[subgroup]
         self._freeze(file, self._header(file, weights_checksum))
         try:

@@ -83,7 +83,7 @@ class ObjectSettings:
 
     @property
     def place(self) -> str:
-        """The former name of `location`. The next version does not have it."""
+        """Deprecated name of `location`. It will be removed in the next version."""
         warnings.warn("ObjectSettings.place is called location now.", DeprecationWarning, stacklevel=2)
         return self.location
 

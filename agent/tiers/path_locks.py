@@ -227,8 +227,8 @@ class _LockFile:
                     self.queue = None
 
     def _has_waiters(self) -> bool:
-        """Waits while some threads of this process hold the lock and others wait for it. Then returns True if threads
-        wait. Otherwise returns False, and `queue` is set to None because the calling queue thread ends."""
+        """Waits until no thread of this process holds the lock, or no thread waits for it. Returns True if threads
+        wait. Otherwise sets `queue` to None, because the calling queue thread ends, and returns False."""
         with self.lock:
             self.lock.wait_for(lambda: not self.inside or not self.waiting)
             if self.waiting:

@@ -66,8 +66,8 @@ class Scratch:
     def create(cls, directory: str | os.PathLike[str], run: str, rank: int, needed_bytes: int = 0) -> Self:
         """Creates this rank's directory, mode 0700, in `directory`, which must exist; a relative path is made absolute.
 
-        PathUnusable, PathFull (less than `needed_bytes` are free), or ScratchTaken when this run and rank already has
-        scratch there, alive or not.
+        Raises PathUnusable if the directory cannot be created, PathFull if fewer than `needed_bytes` are free, and
+        ScratchTaken if scratch of this run and rank already exists there, even if its process is dead.
         """
         if not RUN_NAME.fullmatch(run):
             raise ValueError(f"run is {run!r}: 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first")

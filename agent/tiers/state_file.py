@@ -76,7 +76,8 @@ class ChecksumKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """Identity of the state in a file. A reader may use the state only if the file's values equal its own values."""
+    """Identity of the state in a state file: update rule, rank, subgroup, number of parameters, weight format and bytes
+    of state per parameter. State may be loaded from a file only if all these values are the expected ones."""
 
     rule: str
     """Name of the update rule: 1 to 16 ASCII characters."""
@@ -324,8 +325,8 @@ def _check_whole(view: memoryview, file: FileName) -> int:
 
 
 def _read(view: memoryview, file: FileName) -> Header:
-    """Converts a complete header with a right checksum to a `Header`. Values that are wrong although the checksum is
-    right were wrong when the header was written: HeaderContradiction or UnknownChecksum."""
+    """Converts a complete header with a correct checksum to a `Header`. Raises HeaderContradiction or UnknownChecksum
+    if a value is invalid. As the checksum is correct, such a value was already invalid when the header was written."""
     (
         run_id, rule, rank, weight_format, subgroup, numel, state_bytes, checksum_kind, step, block_bytes, data_bytes,
         count, weights_checksum,

@@ -34,7 +34,7 @@ their classes then inherit from DeepSpeed's class and not from Tidegate's."""
 _open_handles: set[DeepSpeedIntegration] = set()
 """Handles that were not closed: while there is one, Tidegate is enabled."""
 _replaced: dict[Callable[..., None], Callable[..., None]] = {}
-"""DeepSpeed's own function by the one that takes its place."""
+"""Maps each replacement function of Tidegate to the DeepSpeed function that it replaces."""
 
 
 class DeepSpeedIntegration:
@@ -51,8 +51,9 @@ class DeepSpeedIntegration:
         _open_handles.add(self)
 
     def close(self) -> None:
-        """Has `deepspeed.initialize` build DeepSpeed's own optimizer again, whatever the configuration says; with
-        several handles, when the last one is closed. Engines that exist keep their optimizer. Idempotent."""
+        """Disables Tidegate: `deepspeed.initialize` then builds DeepSpeed's own optimizer again, even if the
+        configuration has a `"tidegate"` block. If several handles are open, this happens when the last one is closed.
+        Existing engines keep their optimizer. Idempotent."""
         from deepspeed.runtime.engine import DeepSpeedEngine
 
         _open_handles.discard(self)
@@ -69,14 +70,14 @@ class DeepSpeedIntegration:
 
 def enable_deepspeed() -> DeepSpeedIntegration:
     """Makes `deepspeed.initialize` use Tidegate for the optimizer state of ZeRO-3 runs whose configuration has a
-    `"tidegate"` block. Call it before `deepspeed.initialize`. `close()` of the returned handle ends this; whoever
-    ignores the handle has Tidegate enabled until the process ends.
+    `"tidegate"` block. Call it before `deepspeed.initialize`. `close()` of the returned handle disables Tidegate again;
+    if it is not called, Tidegate stays enabled until the process ends.
 
-    `deepspeed.initialize` then raises ConfigError for settings that cannot work, and for a DeepSpeed that differs from
-    the tested releases, with the differences; with `"fallback": true` in the block it warns and continues without
-    Tidegate.
+    With such a block, `deepspeed.initialize` raises ConfigError for settings that cannot work, and for a DeepSpeed that
+    differs from the tested releases; the message lists the differences. With `"fallback": true` in the block, it logs a
+    warning instead and continues without Tidegate.
 
-    ImportError when DeepSpeed is not installed.
+    Raises ImportError if DeepSpeed is not installed.
     """
     return DeepSpeedIntegration()
 
@@ -109,8 +110,8 @@ def _incompatibilities(engine: Any) -> list[str]:
 
 
 def _check_compatible(obstacles: list[str], settings: Settings) -> bool:
-    """True if `obstacles`, the list of incompatibilities, is empty. Otherwise ConfigError or, with `fallback`, a
-    warning and False."""
+    """Returns True if `obstacles`, the list of incompatibilities, is empty. Otherwise raises ConfigError or, with
+    `fallback`, logs a warning and returns False."""
     if not obstacles:
         return True
     reasons = "\n".join(f"- {obstacle}" for obstacle in obstacles)
@@ -133,9 +134,10 @@ def _make_nvme_path(engine: Any, settings: Settings) -> None:
 
 @contextmanager
 def _swapping_disabled(engine: Any) -> Iterator[Callable[[], Any]]:
-    """Context manager that changes DeepSpeed's setting of the device for optimizer state from "nvme" to "cpu".
-    Otherwise DeepSpeed would look for state in its swap files, but Tidegate stores the state. Yields a function that
-    restores and returns DeepSpeed's own setting; without that call, the change is permanent unless the block raises."""
+    """Context manager that changes DeepSpeed's device for optimizer state from "nvme" to "cpu". Otherwise DeepSpeed
+    would look for the state in its swap files, but Tidegate stores the state. Yields a function that restores the
+    original setting and returns it. At the end of the block, the setting is restored only if the block raised;
+    otherwise the change remains."""
     zero = engine._config.zero_config
     given = zero.offload_optimizer
     if engine.zero_nvme_offload_optimizer():

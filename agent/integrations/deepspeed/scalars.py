@@ -26,7 +26,7 @@ class CpuAdamScalars:
     def __init__(self) -> None:
         self.several_betas = False
         self._powers: dict[float, tuple[int, np.float32]] = {}
-        """Last exponent and the power with it, by base."""
+        """For each base: the last exponent, and the base to the power of this exponent."""
         self._lock = threading.Lock()
 
     def __call__(

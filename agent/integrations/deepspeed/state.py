@@ -71,8 +71,9 @@ def require_host_memory(numel: int, ranks: Ranks) -> None:
 
 
 def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
-    """ConfigError when a checkpoint's state is in DeepSpeed's swap files or of another model. `saved`: elements of each
-    DeepSpeed subgroup on this rank in the checkpoint. `wanted`: those of this run."""
+    """Raises ConfigError if a checkpoint's subgroups have other sizes than this run's: DeepSpeed had swapped the state
+    to its own files, or the checkpoint is of another model, number of ranks or `sub_group_size`. `saved`: number of
+    elements of each DeepSpeed subgroup on this rank in the checkpoint. `wanted`: the same for this run."""
     if list(saved) != list(wanted):
         elsewhere = len(saved) == len(wanted) and 0 in saved
         raise ConfigError(

@@ -168,8 +168,8 @@ def _unsupported_offload_of_params(engine: Any, offload: Any) -> Iterator[str]:
 
 
 def unsupported_optimizer(optimizer: Any) -> list[str]:
-    """Reasons why Tidegate cannot replace an optimizer, which the user passed to DeepSpeed or DeepSpeed created; each
-    with a remedy."""
+    """Lists the reasons why Tidegate cannot replace this optimizer, each with a remedy. `optimizer`: the optimizer that
+    the user passed to DeepSpeed or that DeepSpeed created."""
     kind = type(optimizer)
     known = {("deepspeed", "DeepSpeedCPUAdam"), ("deepspeed", "FusedAdam"), ("torch", "Adam"), ("torch", "AdamW")}
     if (kind.__module__.partition(".")[0], kind.__name__) not in known:

@@ -18,7 +18,7 @@ WIDTHS: Final = (16, 8, 4, 1, sys.maxsize)
 """Vector widths to try, in elements: 16 (AVX-512), 8 (AVX2), 4 (NEON), 1 (no element is left over), and a huge one for
 code without vectors (all elements are left over)."""
 NUMEL: Final = 127
-"""Number of elements of the test update. It is no multiple of any vector width but 1."""
+"""Number of elements of the test update. It is not divisible by any of the vector widths except 1."""
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from tests.daemon.live import Agent, Daemon, hello, new_run, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.control.event_ids import RESERVED, EventIds
 from tidegate.daemon.control.run import Clocks
+from tidegate.daemon.routes.events import KEEP_ALIVE_SECONDS
 from tidegate.daemon.storage.store import Store
 from tidegate.errors import NotFound
 from tidegate.knobs.knobs import Knobs
@@ -73,6 +75,22 @@ def test_a_stream_ends_with_its_token(daemon: Daemon) -> None:
         agent.say(step=1)
         agent.say(step=2)
         assert sum(line.startswith("event:") for line in lines) <= 2, "it ends"
+
+
+def test_a_stream_without_events_ends_with_its_token(daemon: Daemon) -> None:
+    run, store = new_run(), daemon.app.state.plane.store
+    Agent(daemon, run)
+    daemon.tokens["passing"] = token = store.tokens.issue("read", "passing")
+    (made,) = (known for known in store.tokens.all() if known.name == "passing")
+    wait_until(lambda: daemon.http("GET", "/v1/runs", "passing").status_code == 200, "the new token")
+    address, headers = f"{daemon.url}/v1/runs/{run}/events", {"Authorization": f"Bearer {token}"}
+    with httpx.stream("GET", address, headers=headers, timeout=60.0, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": welcome"
+        store.tokens.revoke(made.id)
+        begin = time.monotonic()
+        assert sum(line.startswith("event:") for line in lines) == 0
+    assert time.monotonic() - begin < KEEP_ALIVE_SECONDS - 1.0, "sooner than its next sign of life"
 
 
 @pytest.mark.parametrize("wall", [1e9, -1.0, 5e9])
