@@ -39,8 +39,8 @@ log = logging.getLogger("tidegate")
 
 
 class Attachment:
-    """Telemetry of an optimizer and its link to the daemon. Created by `tidegate.attach`, which documents the arguments;
-    ended by `close()`, a `with` block or `optimizer.close()`.
+    """Telemetry of an optimizer and its link to the daemon. Created by `tidegate.attach`, which documents the
+    arguments; ended by `close()`, a `with` block or `optimizer.close()`.
 
     It is closed when it is garbage-collected. When the process ends, the daemon gets a goodbye message.
 

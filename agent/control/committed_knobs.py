@@ -35,8 +35,8 @@ class CommittedKnobs:
 
 
 class KnobDecisions:
-    """Stores the newest knobs that the daemon has committed (accepted by all ranks), and this rank's answer for the next
-    report to the daemon: the knobs were applied, or they cannot be used on this rank.
+    """Stores the newest knobs that the daemon has committed (accepted by all ranks), and this rank's answer for the
+    next report to the daemon: the knobs were applied, or they cannot be used on this rank.
 
     run: name of the run, for log messages.
     wake: function that wakes the thread that sends reports.
