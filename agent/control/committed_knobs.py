@@ -68,7 +68,7 @@ class KnobDecisions:
     def take_at_registration(self, directive: Directive, known: CommittedKnobs | None) -> None:
         """Accepts the knobs in the daemon's response to a registration message (hello). `known`: committed knobs at the
         time when the message was built. If they are given, an older generation is accepted too: a daemon that lost its
-        state counts generations from 0 again."""
+        state starts again with this rank's knobs."""
         with self._lock:
             epoch = known.epoch if known is not None else 0
             starts_over = known is not None and directive.committed < self.newest_generation
