@@ -102,9 +102,11 @@ def link_to(address: str) -> str | None:
 
 
 def page_to_open(link: str | None, address: str) -> str:
-    """The URL for the command that opens a browser: a private file that redirects to the link.
+    """The URL to open in a browser: that of a private file that redirects to the link. If there is no link, or the file
+    cannot be written, it is `address`.
 
-    The code is not in this URL, because other users can see the arguments of a program.
+    The browser is started with this URL instead of the link, because the link contains the one-time code, and other
+    users can see the arguments of a program.
     """
     if link is None:
         return address

@@ -32,7 +32,7 @@ class AuditFilter:
 
 
 def filtered(rows: Sequence[AuditRow], wanted: AuditFilter) -> list[AuditRow]:
-    """The rows that the filter takes, newest first."""
+    """The rows that the filter accepts, newest first. rows: oldest first."""
     return [row for row in reversed(rows) if wanted.takes(row)]
 
 

@@ -14,7 +14,8 @@ from tidegate.wire.knobs import GenerationView, KnobBound
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """Typed texts by knob, with the generation that the viewer saw; an empty field changes nothing."""
+    """The text typed for each knob, and the generation and knobs that the viewer saw. An empty text means no change of
+    the knob."""
 
     generation: int
     desired: Mapping[str, KnobValue]

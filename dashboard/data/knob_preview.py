@@ -1,4 +1,5 @@
-"""Lines and sentences of a knob preview: predictions before and after the change, with measurements. Pure."""
+"""Lines and sentences of a knob preview: predictions before and after the change, with measurements. Pure: it draws
+nothing and sends no requests."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.capacity.recommendations import Change, best_changes
 
 KEPT: Final = 64
-"""Number of cached answers. The cache is needed because each refresh of the form asks the same question again."""
+"""Number of cached answers. The cache is needed because each refresh of the form requests the same answer again."""
 
 
 @dataclass(frozen=True, kw_only=True)

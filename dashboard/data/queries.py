@@ -21,11 +21,12 @@ from tidegate.wire.timeline import TimelineView
 
 NUM_STEPS: Final = 200
 OVERLAP: Final = 4
-"""Steps that are read again with the new ones, to detect gaps between known and new steps."""
+"""Number of known steps that are read again together with new steps, to detect gaps between them."""
 TIMELINES_KEPT: Final = 64
-"""Timelines in memory for all runs and ranks, at most; the least recently shown is dropped."""
+"""Largest number of timelines in memory, for all runs and ranks; the least recently shown is dropped."""
 LONGEST_SECONDS: Final = 4.0
-"""A timeline is read again when its rank has done another step, and after this long in any case."""
+"""Longest time in seconds for which a cached timeline is used. It is read again earlier if its rank has finished
+another step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ class SnapshotReading:
 
 
 _timelines: OrderedDict[tuple[str, str, int, str, int], TimelineView] = OrderedDict()
-"""Timelines by daemon, run, rank, process of the rank, and step. The process is in the key because a restarted run has
-other updates."""
+"""Timelines by daemon, run, rank, process of the rank, and step. The process is in the key, because a restarted run can
+have a different update with the same step number."""
 _lock = threading.Lock()
 
 

@@ -15,7 +15,7 @@ from tidegate.errors import DaemonError
 
 T = TypeVar("T")
 MAX_KEPT: Final = 64
-"""Entries of a cache, at most; the least recently used entry is dropped."""
+"""Largest number of entries in a cache; the least recently used entry is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)

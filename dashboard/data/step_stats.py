@@ -88,7 +88,8 @@ def pace(steps: Sequence[StepReport]) -> float | None:
 
 
 def tokens_per_second(steps: Sequence[StepReport]) -> float | None:
-    """Tokens of these steps over the wall time of their phases."""
+    """Tokens per second: the tokens of these steps divided by the wall time of their phases. Steps without a number of
+    tokens are ignored; None if no steps are left."""
     counted = [step for step in steps if step.tokens is not None]
     elapsed = sum(sum(step.phase_seconds.values()) for step in counted)
     return sum(step.tokens or 0 for step in counted) / elapsed if elapsed > 0 else None

@@ -99,9 +99,11 @@ def sorted_tasks(tasks: Collection[Task]) -> list[Task]:
 
 
 def with_advice(found: Task, advice: Advice | None) -> Task | None:
-    """The task with the model's advice added, if it is about knobs and there is advice.
+    """The task with the model's advice added to its sentence, if the task suggests a change of knobs to shorten waiting
+    or the update. Other tasks are returned unchanged.
 
-    None if the task is shown only with advice, and there is none.
+    If the model recommends no change: None for a task with `if_advised`; else the task points to the page Timeline.
+    advice: None if it is unknown. The task is then unchanged, or None if it has `if_advised`.
     """
     if found.page != "tune" or found.urgency < WAITING:
         return found

@@ -175,7 +175,7 @@ def link_bytes(steps: Sequence[StepReport]) -> Figure:
 
 
 def _ends(totals: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """The sum of each row over its phases."""
+    """The sum of each row over all phases. totals: values by name of the row and phase."""
     found: dict[str, float] = {}
     for (name, _), value in totals.items():
         found[name] = found.get(name, 0.0) + value

@@ -1,4 +1,4 @@
-"""Gantt chart of one update: a bar for each op on its lane, and a hatched bar for each time without any update.
+"""Gantt chart of one update: a bar for each op on its lane, and a hatched bar for each stall (no update op runs).
 
 With a prediction each lane has two rows: measured bars above, predicted bars below in paler colours.
 """

@@ -105,7 +105,8 @@ def _known(runs: tuple[RunView, ...]) -> frozenset[tuple[str, int]]:
 
 
 def _pick_run(where: st.delta_generator.DeltaGenerator, runs: tuple[RunView, ...]) -> str:
-    """The run of ?run=, else the first of the list; draws a picker if there are several runs."""
+    """The run named in the query of the page's URL, else the first run of the list. Draws a picker if there are several
+    runs."""
     names = [view.run for view in triage.ordered(runs)]
     asked = st.query_params.get("run")
     if len(names) == 1 and asked in (None, names[0]):
@@ -122,7 +123,8 @@ def _pick_run(where: st.delta_generator.DeltaGenerator, runs: tuple[RunView, ...
 
 
 def _pick_rank(where: st.delta_generator.DeltaGenerator, view: RunView) -> int:
-    """The rank of ?rank=, else the lowest rank; draws a picker if there are several ranks."""
+    """The rank named in the query of the page's URL, else the lowest rank. Draws a picker if there are several
+    ranks."""
     ranks = sorted(rank.rank for rank in view.ranks) or [0]
     asked = st.query_params.get("rank", "")
     shown = int(asked) if asked.isdecimal() and int(asked) in ranks else ranks[0]

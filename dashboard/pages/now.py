@@ -16,11 +16,11 @@ from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
 
 CARDS: Final = 24
-"""Cards, at most; further runs are rows of a table below."""
+"""Largest number of cards; further runs are rows of a table below the cards."""
 ENDED_SHOWN: Final = 3
-"""Ended runs that are shown as cards while no run is running; the other ended runs are collapsed."""
+"""Number of ended runs that are shown as cards while no run is running; the other ended runs are collapsed."""
 MAX_ADVISED: Final = 3
-"""Runs for which advice is requested, at most."""
+"""Largest number of runs for which the page requests the model's advice."""
 FILTER: Final = "now_filter"
 PLACES: Final = {"run": "Open the run", "tune": "Tune it", "timeline": "Open its timeline", "alerts": "See alerts"}
 
@@ -109,9 +109,9 @@ def _most_urgent(
     url: str, tasks: list[triage.Task], generations: Mapping[str, int]
 ) -> tuple[triage.Task | None, list[str]]:
     """The most urgent task with the model's advice, or None; and sentences on what could not be checked.
-    generations: the newest generation of each run.
 
     Only the first `MAX_ADVISED` tasks are examined, because each may need advice, which the daemon computes.
+    generations: the newest generation of each run.
     """
     unknown = []
     for task in tasks[:MAX_ADVISED]:

@@ -27,7 +27,7 @@ from tidegate.dashboard.server import sign_in
 from tidegate.dashboard.session import browser_sessions
 
 FREE: Final = (HEALTH_PATH, OPEN_PATH, SIGN_IN_PATH, "/favicon.png", "/favicon.ico")
-"""Paths that need no session."""
+"""URL paths that can be requested without a session."""
 STATIC: Final = "/static/"
 """Path of Streamlit's own static files, which contain no data."""
 POLICY_VIOLATION: Final = 1008
@@ -118,7 +118,8 @@ def refused(headers: Headers) -> str | None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a host name is a name of the live view, and no DNS name that an attacker could point to this machine."""
+    """Whether the live view accepts this host name: an IP address, a name of this machine, or a name in
+    `HOSTS_VARIABLE`. An attacker could point any other DNS name to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,12 +1,12 @@
 """Runs Streamlit, as `python -m streamlit` does, on connections with TCP_NODELAY (without Nagle's algorithm).
 
-A refresh of a page is a dozen small messages. Streamlit's listening socket does not name its protocol, and asyncio sets
-TCP_NODELAY only where TCP is named. Without the option a message waits up to 40 ms, until the browser has acknowledged
-the message before. Connections inherit the option from the listening socket.
+A refresh of a page is a dozen small messages. Streamlit creates its listening socket without a protocol number, and
+asyncio sets TCP_NODELAY only on sockets with the number IPPROTO_TCP. Without the option a message waits up to 40 ms,
+until the browser has acknowledged the message before. Connections inherit the option from the listening socket.
 
-Requests that a client sends without waiting for answers are read no faster than they are answered
-(`tidegate/pipelining.py`). When the server is ready, it opens a page in the user's browser, if the launcher has set
-`OPEN_VARIABLE`.
+If a client sends requests without waiting for answers, they are read no faster than they are answered
+(`tidegate/pipelining.py`). If the launcher has set `OPEN_VARIABLE`, this module opens a page in the user's browser when
+the server is ready.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def send_at_once() -> None:
 
 
 def read_as_answered() -> None:
-    """Makes uvicorn use the protocol of `tidegate/pipelining.py` if Streamlit names none."""
+    """Makes the class of `tidegate/pipelining.py` uvicorn's default HTTP protocol; Streamlit can still name another."""
     HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:PipelinedProtocol"
 
 

@@ -27,7 +27,7 @@ LONGEST_FORM: Final = 8_192
 """Largest form that the sign-in page may send, in bytes."""
 CHECK_SECONDS: Final = 3.0
 CHECKS: Final = 4
-"""Tokens that are checked with the daemon at the same time, at most."""
+"""Largest number of tokens that are checked with the daemon at the same time."""
 STYLE: Final = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 12vh auto 0; padding: 0 1.5rem;
   color: #1a1a1a; background: #fff; }

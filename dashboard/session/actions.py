@@ -15,7 +15,8 @@ from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView
 
 WAIT_SECONDS: Final = 2.0
-"""Longest wait for the ranks' votes after a button is pressed; the page shows later results."""
+"""Longest time to wait for the ranks to accept or refuse new knobs after a button is pressed. Later answers appear on
+the page."""
 NOT_SET: Final = "Not set"
 TIMEOUT_SECONDS: Final = 10.0
 """Timeout of a request; a preview of many subgroups takes some seconds."""

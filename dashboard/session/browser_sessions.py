@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 LIFE_SECONDS: Final = 12 * 3_600.0
 SESSIONS_KEPT: Final = 256
-"""Sessions in memory, at most; the oldest is dropped first."""
+"""Largest number of sessions in memory; the oldest is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Links between pages. They stay in Streamlit's session, so that the viewer's token and edits are kept."""
+"""Links between pages. Following a link keeps Streamlit's session, and with it the viewer's token and edits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One-time codes: a code gives one browser a session of the live view, once, within ten minutes.
 
-A code is stored as a file in a private folder; the file's name is the code's digest. To remove the file is to redeem
-the code, so only one request can succeed. Each user's codes are in that user's state directory, next to the tokens.
+A code is stored as a file in a private folder; the file's name is the code's digest. Redeeming a code removes its file,
+so only one request can succeed. Each user's codes are in that user's state directory, next to the tokens.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ KIND_NAME: Final = {
 
 
 def lane(name: str) -> str:
-    """The colour of a lane; a lane of a storage path has the colour of its ops."""
+    """The colour of a lane. The read lane of a storage path has the colour of fetch ops, its write lane that of flush
+    ops."""
     return LANE.get(name) or {"read": KIND["fetch"], "write": KIND["flush"]}.get(name.rpartition(":")[2], GREY)
 
 

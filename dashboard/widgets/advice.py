@@ -14,7 +14,8 @@ from tidegate.wire.prediction import Advice
 
 
 def advice(context: PageContext, snapshot: Snapshot) -> None:
-    """Draws the advice as a sentence; if it has a change, with a button that fills the fields and previews it."""
+    """Draws the model's advice as a sentence. If it recommends a change of knobs, also draws a button that fills the
+    fields with the change and requests a preview."""
     found = read_cache.ADVICE.get(context.url, (context.run, snapshot.knobs.generation))
     text = found.value.sentence if found.value else found.problem or "No advice yet."
     left, right = st.columns([4, 1], vertical_alignment="center")

@@ -71,7 +71,7 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
 
 
 def _at(context: PageContext, name: str, value: object) -> str:
-    """The session key of a filter. If the key has no value yet, its value becomes `value`."""
+    """Returns the session key of a filter. If the session has no value for the key, stores `value` there."""
     key = f"audit_{name}:{context.run}"
     st.session_state.setdefault(key, value)
     return key

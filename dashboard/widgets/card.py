@@ -15,7 +15,8 @@ from tidegate.dashboard.widgets.header import EMULATED
 from tidegate.wire.run import RunView
 
 DRAWN: Final = "drawn:"
-"""Prefix of the session key that holds the run names of a table in the order drawn last."""
+"""Prefix of session keys. Each of these keys holds the run names of one table, in the order in which it was last
+drawn."""
 
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:

@@ -1,4 +1,5 @@
-"""Editor of the knobs: a field for each knob, reason, trial and buttons. It does not refresh: no edit is discarded."""
+"""Editor of the knobs: a field for each knob, reason, trial and buttons. It does not refresh by itself, because a
+refresh could discard edits."""
 
 from __future__ import annotations
 

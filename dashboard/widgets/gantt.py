@@ -23,7 +23,8 @@ from tidegate.wire.timeline import TimelineView
 from tidegate.wire.translation import as_timeline, as_view
 
 KEPT: Final = 16
-"""Number of cached predictions and of cached figures. With thousands of ops one takes a third of a second to make."""
+"""Number of cached predictions and of cached figures. With thousands of ops, making a prediction or a figure takes a
+third of a second."""
 NOTHING_YET = "No update has been measured yet. It shows here when the first step has finished."
 GONE = "The updates of this run are not kept any more: the daemon has them in memory until it ends."
 

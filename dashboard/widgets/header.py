@@ -1,4 +1,4 @@
-"""Header of a page: the run's name, its liveness, one sentence, and the key figures."""
+"""Header of a page: the run's name, its liveness, a sentence on the use of its time, and the key figures."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def no_data(context: PageContext, reading: SnapshotReading) -> None:
 
 
 def header(reading: SnapshotReading, snapshot: Snapshot, figures: StepSummary) -> None:
-    """Draws the header: `brief`, and the key figures."""
+    """Draws the header: the parts that `brief` draws, and the key figures below them."""
     brief(reading, snapshot, figures)
     st.html(markup.kpis(_figures(snapshot, figures)))
 
 
 def brief(reading: SnapshotReading, snapshot: Snapshot, figures: StepSummary) -> None:
-    """Draws the run's name, its liveness, the age of the data, and one sentence."""
+    """Draws the run's name, its liveness, the age of the data, warnings (daemon unreachable, emulated device), and the
+    sentence of `step_stats.verdict`."""
     now = time.time()
     st.html(
         markup.head(snapshot.run.run, "unknown" if reading.problem else snapshot.run.liveness, _details(snapshot, now))

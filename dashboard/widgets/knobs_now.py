@@ -16,7 +16,7 @@ from tidegate.wire.knobs import GenerationState, GenerationView, KnobsView, Rank
 
 BAD: Final[tuple[GenerationState, ...]] = ("refused", "aborted", "superseded")
 MAX_NAMED: Final = 8
-"""Deviating ranks that are listed by number, at most."""
+"""Largest number of deviating ranks that are listed individually."""
 
 
 def knobs_now(snapshot: Snapshot) -> None:
@@ -109,7 +109,8 @@ def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
 
 
 def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
-    """A table, as HTML, of the ranks that are stale or lost, have refused, or are behind others; empty if none."""
+    """An HTML table of the ranks that need attention: stale or lost ranks, ranks that have refused a generation, and
+    ranks with an older generation than others. Empty if there are none."""
     newest = max((rank.applied_generation for rank in live), default=0)
     odd = [r for r in view.ranks if r.refused or r.liveness in ("stale", "lost") or r.applied_generation < newest]
     if not odd:

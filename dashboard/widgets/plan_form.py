@@ -110,7 +110,7 @@ def _number(
 
 
 def _at(name: str, value: object) -> str:
-    """The session key of a field. If the key has no value yet, its value becomes `value`."""
+    """Returns the session key of a field. If the session has no value for the key, stores `value` there."""
     st.session_state.setdefault(f"plan_{name}", value)
     return f"plan_{name}"
 

@@ -48,7 +48,8 @@ def link_speeds(snapshot: Snapshot, figures: StepSummary) -> None:
 
 
 def against(speed: float | None, ceiling: float | None, color: str) -> str:
-    """A speed as a share of the ceiling, as a bar."""
+    """A bar, as HTML, for a speed (bytes per second) as a share of `ceiling`; only the speed as text if one of them is
+    unknown."""
     if speed is None or not ceiling:
         return units.rate(speed)
     share = speed / ceiling

@@ -44,10 +44,11 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
 
 
 def speed(use: PathUse, lane: str) -> str:
-    """A bar, as HTML: speed while busy as a share of the path's speed alone, which was measured when the run began.
+    """A bar, as HTML: the speed of a path while busy, as a share of the speed measured when the run began and the path
+    was used alone.
 
-    The share can be above 100 %: because of many small files, a cache in the drive, or load of other users that has
-    ended since. The excess has no meaning.
+    The share can be above 100 %, because of many small files, a cache in the drive, or load of other users that has
+    ended since. Such an excess has no meaning.
     """
     if use.bytes_per_second is None or use.ceiling_share is None:
         return units.rate(use.bytes_per_second)

@@ -19,7 +19,8 @@ def waits(snapshot: Snapshot, figures: StepSummary) -> None:
 
 
 def division(snapshot: Snapshot, figures: StepSummary) -> None:
-    """The division of updates, the residences of state, and the simulator's prediction, as text."""
+    """Draws tables of the last step: parameters updated by CPU and device, and subgroups by residence. Below them, the
+    simulator's prediction of the update time compared with the measurement."""
     last = snapshot.steps[-1] if snapshot.steps else None
     rows = [*_shares("updated by", "params", last.update_params if last else {})]
     rows += _shares("state on", "subgroups", last.subgroups if last else {})

@@ -109,7 +109,7 @@ def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) ->
 
 
 def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
-    """Say which knobs the model would choose for a run, and what that would gain. Changes nothing."""
+    """Show the knobs that the model would choose for a run, and the gain that it predicts. Changes nothing."""
     with client_for("read", url) as client:
         found = client.advice(choose_run(client, run).run)
     if as_json:
@@ -134,7 +134,7 @@ def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, 
 
 
 def _show(made: GenerationView, ranks: tuple[RankKnobs, ...], as_json: bool) -> None:
-    """Prints the generation. Exit code 1 if the ranks have not agreed on it, or not yet."""
+    """Prints the generation. Exits with code 1 if not all ranks have agreed on it, or some have not answered yet."""
     from tidegate.cli.tables import print_generation
 
     print_json(made) if as_json else print_generation(made, ranks)

@@ -28,7 +28,11 @@ _EXTRAS: Final = {
 
 @contextlib.contextmanager
 def needs(extra: str = "") -> Iterator[None]:
-    """Converts the error of a missing package into a TidegateError that names the extra to install."""
+    """Context manager that converts the error of a missing package into a TidegateError with the pip command to run.
+
+    extra: the extra of Tidegate that contains the package; empty: looked up by the package's name. An error of a
+    package in no extra is raised unchanged.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

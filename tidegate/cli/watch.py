@@ -20,7 +20,8 @@ PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0
 """Longest time for which a daemon may be unreachable before `events --follow` ends."""
 CONTINUED: Final = "\n" + " " * 10
-"""Indents the further lines of a reason, so that none of them looks like another event."""
+"""Replaces line breaks in an event's text by indented ones, so that no further line of a reason looks like another
+event."""
 
 
 def status(

@@ -68,8 +68,8 @@ class Service:
 
 
 def start_daemon(port: int, log: Path) -> tuple[str, Service | None]:
-    """The address of a daemon at `port`: a running daemon that accepts this user's token (service None), or a new
-    one."""
+    """Starts a daemon at `port`, unless a daemon that accepts this user's token already runs there. Returns its address
+    and service; the service is None if the daemon was already running."""
     url = f"http://127.0.0.1:{port}"
     if _is_ours(url):
         return url, None
