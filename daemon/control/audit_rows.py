@@ -21,7 +21,7 @@ def decision_note(run: str, before: ControlState, decision: Decision, at: float)
     made = decision.generation
     effect = made.outcome
     if decision.kind == "applied":
-        effect = "first step with it: " + ", ".join(f"rank {r} {s}" for r, s in sorted(made.applied.items())[:32])
+        effect = "first step with it: " + ", ".join(f"rank {r} step {s}" for r, s in sorted(made.applied.items())[:32])
     if decision.kind in ("promoted", "condemned", "canary_ended") and made.canary is not None:
         effect = f"{made.canary.state.replace('_', ' ')}: {made.canary.verdict}"
     actor = made.author if decision.kind == "proposed" else "daemon"

@@ -229,7 +229,7 @@ def test_the_audit_log_tells_it_all(daemon: Daemon) -> None:
     assert [row.action for row in rows] == ["proposed", "committed", "applied", "goodbye"]
     assert rows[0].actor.endswith("(operate)")
     assert (rows[0].before["stride"], rows[0].after["stride"]) == (2.0, 3.0)
-    assert (rows[0].reason, rows[2].effect) == ("update stalls on h2d", "first step with it: rank 0 1")
+    assert (rows[0].reason, rows[2].effect) == ("update stalls on h2d", "first step with it: rank 0 step 1")
 
 
 def test_measured_effect(daemon: Daemon) -> None:
