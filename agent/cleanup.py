@@ -19,6 +19,10 @@ def close_all(*steps: Callable[[], object]) -> None:
             if first is None:
                 first = error
             else:
-                log.warning("Another clean-up step failed: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "Another clean-up step failed as well (the first error is raised): %s: %s",
+                    type(error).__name__,
+                    error,
+                )
     if first is not None:
         raise first

@@ -62,7 +62,7 @@ class UnpublishedPart:
         return self.directory / self.manifest.folder
 
     def release(self) -> None:
-        """Closes the state that is still held."""
+        """Closes all snapshots of state in `pending`."""
         for state, _ in self.pending:
             state.close()
 
@@ -120,7 +120,8 @@ class PendingCheckpoint:
 
     @classmethod
     def already_complete(cls, published: Checkpoint) -> Self:
-        """The result for a checkpoint, `published`, that had nothing to copy in the background."""
+        """Creates the object for the checkpoint `published`, which is complete already because no state had
+        to be copied in the background."""
         part = UnpublishedPart(published.directory, published.manifest)
         pending = cls(part, lambda: False, lambda _: None, Ranks())
         pending._published, pending._agreed = published, True

@@ -47,7 +47,7 @@ TIDEGATE_NAMES: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Result of inspecting one checkpoint, of which every byte was read."""
+    """Result of inspecting one checkpoint. The inspection reads all files of the checkpoint completely."""
 
     directory: Path
     step: int

@@ -1,5 +1,5 @@
-"""Loads a checkpoint. The running optimizer may divide the parameters into other subgroups than the saved one, and
-store their state elsewhere."""
+"""Loads a checkpoint. The running optimizer may divide the parameters into other subgroups than the optimizer that
+saved the checkpoint, and may store their state on other paths, on the host or on the device."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ def _checksum(folder: Path, name: str, before_chunk: BeforeChunk, expected_bytes
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yields all entries below the folder except directories, each with whether it is a plain file."""
+    """Yields all entries below the folder except directories. The second value of each pair says whether the entry is
+    a plain file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -157,8 +157,9 @@ def buffer_bytes(state: StateSource) -> int:
 
 
 def run_transfer(begin: Callable[[], IoTicket]) -> IoTicket:
-    """Starts a transfer with `begin`, waits for its end and returns its ticket. An exception during the wait is raised
-    when the threads no longer use file and memory, so that the caller can close and free them."""
+    """Starts a transfer with `begin`, waits for its end and returns its ticket. If an exception interrupts the wait, it
+    is raised only after the threads have stopped using the file and the memory, so that the caller can
+    close and free them."""
     with DelayInterrupt():
         ticket = begin()
         try:

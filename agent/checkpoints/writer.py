@@ -107,7 +107,7 @@ def _check_whole(name: str, value: int, least: int) -> None:
     except TypeError:
         raise ConfigError(f"{name}={value!r} is not a whole number: give one of at least {least}.") from None
     if not in_range:
-        raise ConfigError(f"{name}={value} is out of range: at least {least}.")
+        raise ConfigError(f"{name}={value} is out of range: it must be at least {least}.")
 
 
 class _Writer:
@@ -273,7 +273,7 @@ def _updating(engine: Engine) -> Callable[[], bool]:
 
 
 def _no_store() -> None:
-    """Returns None. Used in place of a weak reference to the store when there is no store."""
+    """Returns None. Called instead of a weak reference to the `TierStore` when the run has no storage paths."""
 
 
 def _name_next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint]) -> tuple[str, str, int]:

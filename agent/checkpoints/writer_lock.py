@@ -134,8 +134,9 @@ def _write_holder(fd: int) -> None:
 
 
 def _replaced(fd: int, path: Path) -> bool:
-    """Removes the locked lock file if it belongs to another user; that user's run has ended, because the lock was free.
-    The caller then creates a new file that names this process. True if the file was removed."""
+    """Removes the lock file, which this process has just locked, if it belongs to another user. The lock was free,
+    so the run of that user has ended. The caller then creates a new file that names this process. Returns whether
+    the file was removed."""
     if os.fstat(fd).st_uid == os.geteuid():
         return False
     try:

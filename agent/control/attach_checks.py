@@ -60,7 +60,7 @@ class AttachSettings:
         token: object = self.token
         if token is not None and not isinstance(token, str):
             raise ConfigError(
-                f"token is a {type(token).__name__}, not a text: leave it out, or give the daemon's token."
+                f"token is a {type(token).__name__}, not a string: leave it out, or give the daemon's token."
             )
         check_text("metrics_bind", self.metrics_bind, "127.0.0.1")
         check_flag("reset_knobs", self.reset_knobs)
@@ -157,6 +157,6 @@ def validated(hello: Callable[[], AgentHello]) -> AgentHello:
 
 
 def _shown(value: object) -> str:
-    """A wrong value as text for an error, shortened."""
+    """Converts a wrong value to a short text for an error message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -96,8 +96,8 @@ class AgentLink:
         """Sends the first hello, then starts the threads. If the daemon is unavailable or refuses the rank, that is
         logged, and the threads try again while training runs.
 
-        strict: raises RankTaken when the agent that holds the rank is certainly alive, or its lease was renewed;
-            NotAuthorized for a wrong token.
+        strict: True raises RankTaken if the agent that holds the rank is certainly alive or still holds the rank after
+            the wait for the end of its lease (LONGEST_STRICT_SECONDS at most), and NotAuthorized for a wrong token.
         """
         try:
             self._registration.say_first_hello(strict)

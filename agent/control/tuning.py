@@ -56,8 +56,8 @@ class Tuning:
         """Knob values and seconds of the last update; None if none has finished since the last `between_steps`."""
         self._refused: ConfigError | None = None
         self._recalibrations = self._announced = 0
-        """Numbers of recalibrated rates: the number that all ranks have agreed on, and the number in this rank's last
-        message."""
+        """Two counts of rates of this rank that have changed permanently and were measured again: the count that the
+        tuner has taken into account, and the count at the time of this rank's last message."""
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
         """Records a finished update."""
@@ -126,8 +126,8 @@ class Tuning:
             log.warning("the tuner cannot revert its last change: %s", refusal)
 
     def _apply(self, wanted: EffectiveKnobs) -> ConfigError | None:
-        """Applies those values whose knobs are on `auto`; pinned knobs are never changed. Returns None, or, if the
-        values are refused, the error: then nothing has changed."""
+        """Applies those values whose knobs are on `auto`; pinned knobs are never changed. Returns None on success. If
+        the engine refuses the values, nothing is changed and the error is returned."""
         tunable = self.tunable
         try:
             self._optimizer._set_auto(
@@ -188,8 +188,9 @@ class Tuning:
         )
 
     def _is_allowed(self, setting: Setting, choice: EffectiveKnobs) -> bool:
-        """Whether this rank can apply a candidate. It must change only knobs that are on `auto` here, its choice of a
-        larger host cache must have an effect here, and it must fit into memory."""
+        """Whether this rank can apply a candidate: it changes only knobs that are on `auto` on this rank, and the rank
+        has the memory for it. It must also enlarge the host cache of this rank if and only if `setting.more_cache` says
+        so, because ranks must compare the same change."""
         current, tunable = self._current, self.tunable
         more_cache = choice.host_cache_bytes > current.host_cache_bytes
         if setting.more_cache != more_cache:

@@ -39,7 +39,7 @@ class ReleasedGradient(torch.Tensor):
 def _use_refused(what: object) -> ParameterError:
     """The error for a use of the placeholder."""
     return ParameterError(
-        f"{what} on a gradient that was released at its arrival (gradients='release'). Clip with "
+        f"{what} is not possible on a gradient that was released at its arrival (gradients='release'). Clip with "
         "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
         "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
         "gradients='keep'."

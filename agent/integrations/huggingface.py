@@ -36,9 +36,9 @@ def unwrapped(optimizer: Any) -> AdamW:
 
 
 class TidegateCallback(TrainerCallback):
-    """Attaches the Trainer's optimizer when training begins. Adds to each log entry of a loss the figures since the
-    last one: `tidegate_update_seconds`, `tidegate_stall_seconds`, and `tidegate_verdict`, one sentence that says what
-    the updates waited for.
+    """Attaches the Trainer's optimizer when training begins. Adds three figures to each log entry that has
+    a loss: `tidegate_update_seconds` and `tidegate_stall_seconds`, summed over all steps since the last such entry, and
+    `tidegate_verdict`, one sentence that says what the updates of these steps waited for.
 
     run, daemon, options: as in `tidegate.attach`. Callbacks that the Trainer creates itself (TensorBoard and others)
     run before callbacks that are passed to the Trainer, so they do not get these figures. The figures are also in the
@@ -87,8 +87,8 @@ class TidegateCallback(TrainerCallback):
 
 
 def _check_works(optimizer: AdamW) -> None:
-    """Raises ConfigError for settings that cannot work in the Trainer, when training begins and not at the first
-    step."""
+    """Raises ConfigError for settings that cannot work in the Trainer. It is called when training begins, so that the
+    error comes before the first step."""
     under_deepspeed = isinstance(
         optimizer.param_groups[0]["params"][0], LocalShard
     )  # DeepSpeed clips, and knows the last backward of a step

@@ -38,7 +38,8 @@ class LogFigures:
 
 @dataclass(frozen=True)
 class _Cumulative:
-    """Sums since the run was attached, in seconds."""
+    """Sums since the run was attached: seconds of all steps, of updates and of stalls by cause, and statistics of how
+    gradients arrived."""
 
     step: float = 0.0
     update: float = 0.0

@@ -43,10 +43,10 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements: it must have 1.")
     for name in ("lr", "eps", "weight_decay"):
         if name in group and not group[name] >= 0.0:
-            raise ConfigError(f"{name}={group[name]} is out of range: at least 0.")
+            raise ConfigError(f"{name}={group[name]} is out of range: it must be at least 0.")
     for i, beta in enumerate(group.get("betas", ())):
         if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"betas[{i}]={beta} is out of range: from 0 to below 1.")
+            raise ConfigError(f"betas[{i}]={beta} is out of range: it must be at least 0 and below 1.")
     check_options(group)
 
 

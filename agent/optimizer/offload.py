@@ -117,7 +117,8 @@ class Offload:
         check_word("policy", self.policy, get_args(Policy))
         if self.accumulation != "device" and self.gradients == "keep":
             raise ConfigError(
-                f"accumulation={self.accumulation!r} needs gradients='release': with 'keep', `.grad` has the sum."
+                f"accumulation={self.accumulation!r} needs gradients='release': with gradients='keep' the sum of the "
+                "gradients is in `.grad`. Set gradients='release', or leave accumulation out."
             )
 
     def knobs(self) -> Knobs:

@@ -34,7 +34,8 @@ def divide_by_phase(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) ->
 def transfers_by_phase(
     moves: Iterable[tuple[str, Transfer]], phases: Sequence[PhaseSpan]
 ) -> Iterator[tuple[str, Phase, int, float]]:
-    """Divides the transfers of one path at phase boundaries: operation, phase, bytes and busy seconds of each part.
+    """Divides the transfers of one path at phase boundaries. `moves`: operation (read or write) and transfer. Yields
+    operation, phase, bytes and busy seconds of each part.
 
     Where two transfers of one operation overlap, the common time is counted once, for the transfer that began first.
     The bytes of each transfer are divided over its whole duration.

@@ -55,7 +55,8 @@ class Exporter:
             self._server = _server(bind, port, answer, overhead, strict)
         except OSError as error:
             raise ConfigError(
-                f"/metrics cannot listen on {bind}:{port}: {error.strerror}. Choose another metrics_port, or 0 for any."
+                f"/metrics cannot listen on {bind}:{port}: {error.strerror}. Choose another metrics_port, or 0 for any "
+                "free port."
             ) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve, name="tidegate-exporter", daemon=True)
@@ -115,8 +116,8 @@ class _Server(ThreadingHTTPServer):
             self.server_close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. If all connections are in use, the oldest one is closed. OSError, after a delay, if
-        none becomes free or no file descriptor is free: the new connection then waits in the kernel."""
+        """Accepts a connection. If all connections are in use, the oldest one is closed first. If none becomes free, or
+        no file descriptor is free, OSError is raised after a delay, and the new connection waits in the kernel."""
         if not self._free_connections.acquire(timeout=CONNECTION_WAIT_SECONDS):
             self._disconnect(self._oldest())
             if not self._free_connections.acquire(timeout=POLL_SECONDS):

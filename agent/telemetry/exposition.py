@@ -76,7 +76,7 @@ def _number(value: float) -> str:
 
 
 def _head(metric: Metric, openmetrics: bool) -> str:
-    """HELP and TYPE lines of a family."""
+    """The HELP and TYPE lines with which the text of a metric begins."""
     # OpenMetrics names the family of a counter without the suffix `_total` of its samples.
     name = metric.name.removesuffix("_total") if openmetrics else metric.name
     return f"# HELP {name} {metric.help}\n# TYPE {name} {metric.type}\n"

@@ -16,12 +16,12 @@ from tidegate.logs import event
 log = logging.getLogger("tidegate.gpu")
 
 COMPARE_SECONDS: Final = 10.0
-"""Interval of the comparisons."""
+"""Interval in seconds between two comparisons of NVML's bytes with Tidegate's."""
 COMPARE_WINDOW: Final = 30
-"""Number of comparisons that a discrepancy covers, five minutes. The window is long because the bytes of the running
-step are in NVML's count, but not yet in Tidegate's."""
+"""Number of comparisons in the window (five minutes) over which the discrepancy is computed. The window is long because
+the bytes of the running step are in NVML's count, but not yet in Tidegate's."""
 MIN_COMPARED_BYTES: Final = 1 << 20
-"""Least number of NVML's bytes for which a discrepancy is computed."""
+"""Minimum number of bytes that NVML must have counted in the window. With fewer, no discrepancy is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

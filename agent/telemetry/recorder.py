@@ -229,7 +229,7 @@ class Recorder:
         self._unreported.append(report)
         for name in self._live.observe(measured_work(result.spans), _ran(step)):
             log.info(
-                "the speed %s has changed for good: its earlier measurements are discarded", name,
+                "the measured speed %s has changed over several steps: its earlier measurements are discarded", name,
                 extra=event("rate_drifted", rate=name),
             )  # fmt: skip
         if not result.skipped and all(later.result.plan is not result.plan for later in self._unprocessed):
@@ -261,7 +261,7 @@ class Recorder:
 
 
 def _ran(step: FinishedStep) -> StepTrace | None:
-    """The step's spans and dependencies as input of `LiveRates`; None for a skipped step."""
+    """Converts a finished step to the input of `LiveRates`: its spans and dependencies. None for a skipped step."""
     result = step.result
     called = next((span.start for span in step.phases.spans if span.phase == "update"), None)
     return (

@@ -205,7 +205,8 @@ def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
 
 
 def _ended(counters: PathCounters, phases: Sequence[PhaseSpan]) -> list[tuple[str, Transfer]]:
-    """Transfers that began and ended inside these phases. Other transfers are counted when their step ends."""
+    """Selects the transfers that began and ended inside these phases, each with its operation (read or write). Other
+    transfers are counted when their step ends."""
     first, last = phases[0].start, phases[-1].end
     return [move for move in counters.moves.copy() if first <= move[1].start and move[1].end <= last]
 

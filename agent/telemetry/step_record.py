@@ -27,7 +27,7 @@ class FinishedStep:
     deps: dict[int, tuple[int, ...]]
     host_bytes: dict[str, int]
     subgroups: dict[str, int]
-    """Number of subgroups by residence."""
+    """Number of subgroups by residence (`device`, `host` or the name of a path)."""
     paths: tuple[PathSample, ...] = ()
     timestamp: float = field(default_factory=time.time)
     _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
@@ -63,8 +63,8 @@ class FinishedStep:
         )
 
     def view(self) -> TimelineView:
-        """The timeline as a message for the daemon, validated from dicts in one call: that takes half the time of
-        creating a model for each row."""
+        """Converts the timeline to a message for the daemon. pydantic validates the whole message from dicts in one
+        call, which takes half the time of creating an object for each row."""
         zero = self._zero
         phases = [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in self.phases.with_tail]
         sent = [s.op for s in self.result.spans[:MAX_SPANS]]

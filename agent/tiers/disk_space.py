@@ -18,7 +18,7 @@ def reserve(fd: int, nbytes: int) -> bool:
     Raises PathFull, with the byte counts, if there is not enough free space. The size of the file is then unchanged.
     """
     if nbytes < 1:
-        raise ValueError(f"nbytes is {nbytes}, the least is 1")
+        raise ValueError(f"nbytes is {nbytes}, it must be at least 1")
     before = os.fstat(fd).st_size
     try:
         os.posix_fallocate(fd, 0, nbytes)

@@ -55,7 +55,7 @@ class StateFile:
 
 class FileMover:
     """Runs the transfers of one path's files in native threads, under the path's lock. Several threads may call it at
-    once, each with another file."""
+    once if each uses a different file."""
 
     def __init__(
         self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters

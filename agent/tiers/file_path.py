@@ -92,7 +92,7 @@ class PathSettings:
 @dataclass(slots=True)
 class HeldFile:
     """State of a subgroup in a file, as it was when `StoragePath.hold` was called. `header`: header of the file. `fd`:
-    descriptor of its own, which stays valid after the file is unlinked."""
+    separate file descriptor, which stays valid after the file is unlinked."""
 
     name: str
     fd: int
@@ -100,7 +100,8 @@ class HeldFile:
     counters: PathCounters
 
     def count(self, start: float, end: float, nbytes: int) -> None:
-        """Counts a read of a part of the state, which took from `start` to `end` (seconds, monotonic clock)."""
+        """Adds a partial read of the state to the path's counters. `start`, `end`: times of the read in seconds on the
+        monotonic clock. `nbytes`: bytes read."""
         self.counters.count("read", Transfer(start, end, nbytes, 0.0, is_whole=False))
 
     def close(self) -> None:
@@ -272,9 +273,8 @@ class StoragePath:
         return moved
 
     def _spare_for(self, file: StateFile) -> StateFile:
-        """Returns the spare file that replaces `file` at the next write. Checkpoints create spare files when they are
-        saved. A spare can be missing when it was to be made from the file of an earlier checkpoint that another rank
-        still keeps: then a new file is created here."""
+        """Returns the spare file that replaces `file` at the next write, and creates one if the subgroup has none.
+        Saving a checkpoint creates the spare files, except those that another rank's kept checkpoint still uses."""
         subgroup = file.kind.subgroup
         if subgroup not in self._spares:
             self._spares[subgroup] = self._new_file(file.kind)

@@ -38,7 +38,7 @@ class StoredBlocks:
 
 
 class BlockMover:
-    """Thread pools that read and write objects. Several threads may call it at once, each for other memory."""
+    """Thread pools that read and write objects. Several threads may call it at once if they use separate memory."""
 
     def __init__(self, name: str, settings: ObjectSettings, client: Client, counters: PathCounters) -> None:
         self._settings = settings

@@ -37,7 +37,8 @@ FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 5.0
 SHORT_RETRY_SECONDS: Final = 2.0
 SHORT_TIMEOUT_SECONDS: Final = 10.0
-"""Limits of requests that must not block for long: first contact, leases, deletion."""
+"""Limits in seconds for requests that must not block for long (first contact, leases, deletion): how long a request is
+retried, and the timeout of each attempt."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n<]*)")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
@@ -56,8 +57,8 @@ class RequestFailed(Exception):
 
 
 class _Jitter(wait_base):
-    """Adds a little to a pause (jitter), so that threads do not retry all at once. A script may have seeded the module
-    `random`, so nothing is drawn from its generator."""
+    """Adds a random time (jitter) to each pause before a retry, so that threads do not all retry at once. Uses the
+    operating system's random numbers, so that the state of the module `random` does not change."""
 
     def __call__(self, retry_state: RetryCallState) -> float:
         return random.SystemRandom().uniform(0.0, FIRST_PAUSE_SECONDS)
@@ -141,7 +142,8 @@ class Client:
 
 
 def connect(settings: ObjectSettings) -> tuple[Client, Client]:
-    """Creates two clients: one for state, and one with short retries and timeouts. ConfigError or PathUnusable."""
+    """Creates two clients: one for state, and one with short retries and timeouts. Raises ConfigError or PathUnusable
+    for settings that cannot work."""
     short = replace(
         settings,
         retry_seconds=min(SHORT_RETRY_SECONDS, settings.retry_seconds),

@@ -120,7 +120,8 @@ class ObjectPath:
         if free is not None and state.data_bytes > free:
             raise PathFull(
                 f"{self.settings.url} needs {state.data_bytes:,} bytes more, {free:,} of its capacity_bytes="
-                f"{self.settings.capacity_bytes:,} are left. Raise it, or give this path a smaller share.",
+                f"{self.settings.capacity_bytes:,} are left. Raise capacity_bytes, or give "
+                "this path a smaller share in tier_split.",
                 state.data_bytes, free,
             )  # fmt: skip
         self._states[kind.subgroup] = state

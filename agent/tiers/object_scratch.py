@@ -90,7 +90,10 @@ class ObjectScratch:
         """Writes the first lease and starts the thread that renews it. RequestFailed when the lease cannot be
         written."""
         if not RUN_NAME.fullmatch(run) or not RANK_NAME.fullmatch(f"rank{rank}"):
-            raise ValueError(f"run {run!r} or rank {rank} cannot be part of a key")
+            raise ValueError(
+                f"run is {run!r} and rank is {rank}: a run name must have 1 to 64 letters, digits, '.', '_' and '-', "
+                "with a letter or digit first, and a rank must be from 0 to 999,999"
+            )
         self.folder = f"{SCRATCH_PREFIX}{run}/rank{rank}"
         self.url = f"{settings.url.rstrip('/')}/{self.folder}"
         self.owner = ObjectOwner.of_this_process(run, rank)
@@ -217,7 +220,8 @@ def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
 
 
 def _process_liveness(owner: ObjectOwner) -> Alive:
-    """Whether the owner's process is alive. It belongs to this kernel and this namespace of process ids."""
+    """Whether the owner's process is alive. The caller has checked that the process was started on this machine after
+    its last boot, in this namespace of process ids."""
     try:
         return "yes" if start_ticks(owner.pid) == owner.process_start_ticks else "no"
     except OSError:  # no such process, or /proc hides processes of other users

@@ -209,9 +209,9 @@ class _LockFile:
         return next((slot for slot in range(FIRST_SLOT, FIRST_SLOT + self.slots) if try_lock(fd, slot)), None)
 
     def _queue_for_process(self) -> None:
-        """Body of the thread that waits at the turnstile for this process: a thread of its own, because a blocked lock
-        call cannot be cancelled. If all waiting threads have given up when the turnstile is acquired, it is released at
-        once. The thread ends when no thread of the process waits."""
+        """Body of the queue thread, which acquires the turnstile and then a slot for this process. A separate thread is
+        used because a blocked lock call cannot be cancelled. If no thread waits any longer when the turnstile is
+        acquired, the turnstile is released at once. The queue thread ends when no thread of the process waits."""
         me = threading.current_thread()
         try:
             while self._has_waiters():
@@ -259,8 +259,8 @@ _files_lock = threading.Lock()
 
 
 def _forget_locks_of_parent() -> None:
-    """Resets all lock files in a forked child, which inherits no locks. Closing the child's descriptors does not
-    release the parent's locks."""
+    """Resets all `_LockFile` objects in a forked child and closes their descriptors, because a child inherits no locks.
+    Closing the child's descriptors does not release the parent's locks."""
     global _files_lock
     _files_lock = threading.Lock()
     for file in _files.values():
@@ -305,7 +305,7 @@ class TierLocks:
         operation: str = "any",
     ) -> None:
         if slots < 1:
-            raise ValueError(f"slots is {slots}, the least is 1")
+            raise ValueError(f"slots is {slots}, it must be at least 1")
         if not 0 <= timeout_seconds <= threading.TIMEOUT_MAX:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be from 0 to {threading.TIMEOUT_MAX:.0f}")
         self.timeout_seconds = timeout_seconds
@@ -341,7 +341,7 @@ def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
         return TierLocks(lock_directory(), key, slots)
     except LocksUnusable as error:
         log.warning(
-            "Path %s cannot be locked, so processes of this node use it at the same time, which is slower: %s",
+            "path %s cannot be locked, so processes of this node use it at the same time, which is slower: %s",
             name, error,
         )  # fmt: skip
         return None

@@ -1,7 +1,7 @@
 """Safe opening of files and directories that another user or process may have replaced.
 
-Functions here follow no symbolic link, wait for no writer of a FIFO and open no device. Entries that are not plain
-files raise `StrangeEntry`.
+The functions do not follow symbolic links and do not block on a FIFO. `StrangeEntry` is raised for an entry of another
+type, for example a device.
 """
 
 from __future__ import annotations

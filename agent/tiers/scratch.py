@@ -70,7 +70,9 @@ class Scratch:
         ScratchTaken if scratch of this run and rank already exists there, even if its process is dead.
         """
         if not RUN_NAME.fullmatch(run):
-            raise ValueError(f"run is {run!r}: 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first")
+            raise ValueError(
+                f"run is {run!r}, it must have 1 to 64 letters, digits, '.', '_' and '-', with a letter or digit first"
+            )
         if not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"rank is {rank}, it must be from 0 to 999,999")
         base = _absolute(directory)
@@ -143,8 +145,8 @@ def remove(leftover: Leftover, force: bool = False) -> None:
                 raise ScratchTaken(f"{directory} has changed since it was listed: list it again.")
             if alive == "unknown" and not force:
                 raise ScratchTaken(
-                    f"{directory} may be in use by {process_name(owner)}: that cannot be decided on this machine. "
-                    "Check on that host, or remove it with force."
+                    f"{directory} may be in use by {process_name(owner)}: this machine cannot tell whether that "
+                    "process still runs. Check on its host; if it has ended, remove the directory with force."
                 )
             _remove_tree(directory)
     except FileNotFoundError:

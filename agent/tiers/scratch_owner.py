@@ -41,7 +41,8 @@ class Owner:
     created_at: float
     """Time at which the scratch was created, in Unix seconds."""
     locked: bool
-    """False where the file system has no locks: then it is unknown whether the owner is alive."""
+    """Whether the owner file was locked. False if the file system has no locks: then it is unknown whether the owner is
+    alive."""
 
 
 _locked_files: dict[tuple[int, int], tuple[int, Owner]] = {}

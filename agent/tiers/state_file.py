@@ -266,11 +266,11 @@ def bytes_to_read(first_page: bytes | bytearray | memoryview, file: FileName) ->
 
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(f"{name} is {value}, the least is {least}")
+        raise ValueError(f"{name} is {value}, it must be at least {least}")
 
 
 def _check_start(view: memoryview, file: FileName) -> int:
-    """Checks that the file begins like a state file and returns its byte order mark."""
+    """Checks the first fields of the header, by which a state file is recognised, and returns its byte order mark."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not view:
         raise NotAStateFile(file, bytes(view[: len(MAGIC)]), MAGIC)
     if len(view) < _BLOCKS_AT:
@@ -349,5 +349,5 @@ def _read(view: memoryview, file: FileName) -> Header:
             raise HeaderContradiction(
                 file, f"format version {version}, which does not exist", f"format version {VERSION}"
             )
-        raise HeaderContradiction(file, "bytes other than 0 behind the values", "bytes that are 0")
+        raise HeaderContradiction(file, "bytes other than 0 after the values", "bytes that are 0")
     return header

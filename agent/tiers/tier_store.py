@@ -53,8 +53,8 @@ class TierStore:
         """Lock that is held while paths are retired or space is reserved, because several lanes may detect the failure
         of a path at once."""
         self._full: set[str] = set()
-        """Paths on which space ran out earlier than their reported free space; a path is taken out when a file is
-        removed from it."""
+        """Paths that ran out of space although they reported enough free space. A path is removed from this set when a
+        state file is removed from the path."""
         self._flushed_to: dict[int, str] = {}
         self._kinds: dict[int, StateKind] = {}
         self._largest: dict[str, int] = {}
@@ -207,8 +207,8 @@ class TierStore:
         raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)
 
     def _reserved_elsewhere(self, subgroup: int) -> Iterator[str]:
-        """Yields other paths for a subgroup's state, the one with the most free space first. The space is reserved on a
-        path just before its name is yielded."""
+        """Yields the paths to which a subgroup's state can be written after its path failed, the one with the most free
+        space first. The space is reserved on a path just before its name is yielded."""
         tried: set[str] = set()
         while True:
             with self._changing:
@@ -265,7 +265,11 @@ def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
     """Closes all paths. A path with a transfer in progress is left open, with a warning."""
     for name, path in paths.items():
         if path.busy:
-            log.warning("path %s: a transfer does not end, so its files are not removed (`tidegate doctor` can)", name)
+            log.warning(
+                "path %s: a transfer has not ended, so the files of the path are not removed; remove them later with "
+                "`tidegate doctor`",
+                name,
+            )
         else:
             path.close()
 

@@ -96,7 +96,7 @@ def test_a_users_split() -> None:
     with pytest.raises(CapacityError, match="nvme takes 4, pfs takes 0"):
         user_split(5, {"nvme": 1, "pfs": 0}, capacity={"nvme": 4})
     for wrong in ({"nvme": -1.0, "pfs": 2.0}, {"nvme": 0.0}, {}, {"nvme": float("nan")}, {"nvme": float("inf")}):
-        with pytest.raises(ConfigError, match="one of them above 0"):
+        with pytest.raises(ConfigError, match="at least one above 0"):
             user_split(3, wrong)
 
 

@@ -146,7 +146,7 @@ class Machine:
         for name, most in (("gpus", 64), ("nodes", 4096)):
             value = getattr(self, name)
             if not 1 <= value <= most:
-                raise ConfigError(f"{name}={value!r} is out of range: 1 to {most}.")
+                raise ConfigError(f"{name}={value!r} is out of range: it must be from 1 to {most}.")
         for of_machine in fields(self):
             value = getattr(self, of_machine.name)
             if isinstance(value, float | int) and of_machine.name not in ("gpus", "nodes"):
@@ -210,7 +210,7 @@ class Workload:
         for name in ("sequence", "microbatch", "accumulation", "subgroup_numel", "num_slots", "host_slots"):
             value = getattr(self, name)
             if value < 1:
-                raise ConfigError(f"{name}={value!r} is out of range: at least 1.")
+                raise ConfigError(f"{name}={value!r} is out of range: it must be at least 1.")
         if self.weight not in STATE_BYTES:
             raise ConfigError(f"weight={self.weight!r} is unknown: use one of {', '.join(STATE_BYTES)}.")
 

@@ -137,5 +137,6 @@ def _check_run(name: str) -> None:
         TypeAdapter(RunName).validate_python(name)
     except ValidationError as error:
         raise ConfigError(
-            f"{name!r} cannot be the name of a run: letters, digits, '.', '_' and '-', 64 at most."
+            f"{name!r} cannot be the name of a run: use 1 to 64 letters, digits, '.', '_' and '-', with a letter or "
+            "digit first."
         ) from error

@@ -24,7 +24,7 @@ def check_whole(name: str, value: object, minimum: int, *, of: str = "", multipl
     if number is None:
         raise ConfigError(f"{name}={value!r}{of} is not a whole number: give one of at least {minimum}.")
     if number < minimum:
-        raise ConfigError(f"{name}={number}{of} is out of range: at least {minimum}.")
+        raise ConfigError(f"{name}={number}{of} is out of range: at least {minimum} is needed.")
     if number % multiple_of:
         raise ConfigError(f"{name}={number}{of} must be a multiple of {multiple_of}.")
     return number
@@ -40,7 +40,7 @@ def check_number(name: str, value: object, *, above: float | None = None, minimu
     if isinstance(value, bool | str | bytes) or (number := _number(value)) is None:
         raise ConfigError(f"{name}={value!r}{of} is not a number: give one of {bound}.")
     if not (number >= minimum if above is None else number > above):
-        raise ConfigError(f"{name}={value}{of} is out of range: {bound}.")
+        raise ConfigError(f"{name}={value}{of} is out of range: {bound} is needed.")
     return number
 
 
@@ -54,7 +54,7 @@ def check_flag(name: str, value: object) -> bool:
 def check_text(name: str, value: object, example: str, *, of: str = "") -> str:
     """The value, which must be a string. `example`: a value for the error, as users write it."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r}{of} is not a text: give one such as {example!r}.")
+        raise ConfigError(f"{name}={value!r}{of} is not a string: give one such as {example!r}.")
     return value
 
 

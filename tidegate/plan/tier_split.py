@@ -78,7 +78,10 @@ def user_split(
     """
     shown = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
     if not all(0 <= weight < float("inf") for weight in weights.values()) or not any(weights.values()):
-        raise ConfigError(f"weights {shown!r} cannot divide subgroups: give numbers from 0, one of them above 0.")
+        raise ConfigError(
+            f"Subgroups cannot be divided by the weights {shown!r}: give finite numbers of at least 0, and at least "
+            "one above 0."
+        )
     return _proportional(count, {name: Fraction(weight) for name, weight in weights.items()}, capacity or {})
 
 

@@ -177,7 +177,7 @@ class Tuner:
             newest = list(self._recent)[-PERSISTENT_STEPS:]
             self._recent.clear()
             self._recent.extend(newest)
-            log.info("tuner: the update time has changed to %.3g s, a lasting change", median(s for _, s in newest))
+            log.info("tuner: the update time has changed to %.3g s and stays there", median(s for _, s in newest))
             self._discard_findings()
 
     def speeds_changed(self) -> None:

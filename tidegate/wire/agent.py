@@ -41,7 +41,8 @@ knobs of each rank in memory."""
 def _check_knobs(knobs: KnobChanges) -> KnobChanges:
     if (length := sum(len(name) + len(str(value)) for name, value in knobs.items())) > MAX_KNOB_CHARACTERS:
         raise ValueError(
-            f"names and values have {length:,} characters in all, {MAX_KNOB_CHARACTERS:,} at most: send fewer knobs"
+            f"names and values have {length:,} characters in all, at most {MAX_KNOB_CHARACTERS:,} are allowed: send "
+            "fewer knobs"
         )
     return knobs
 
@@ -130,7 +131,9 @@ class AgentHello(Message):
     @model_validator(mode="after")
     def _check_subgroups(self) -> AgentHello:
         if (count := sum(sizes.count for sizes in self.subgroups)) > MAX_SUBGROUPS:
-            raise ValueError(f"subgroups are {count:,} in all, {MAX_SUBGROUPS:,} at most: make them larger")
+            raise ValueError(
+                f"there are {count:,} subgroups in all, at most {MAX_SUBGROUPS:,} are allowed: make subgroups larger"
+            )
         return self
 
 

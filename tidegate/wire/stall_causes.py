@@ -27,8 +27,8 @@ def _present_name(cause: str) -> str:
 @functools.cache  # one warning for each name
 def _warn(former: str, present: str) -> None:
     log.warning(
-        "a Tidegate of an earlier version names the stall cause %r, which is %r now: install the same version on all "
-        "machines, because the next version does not know the former name",
+        "a process with an earlier version of Tidegate reported the stall cause %r, which is now called %r: install "
+        "the same version on all machines, because the next version does not accept the former name",
         former,
         present,
     )

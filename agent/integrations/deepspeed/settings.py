@@ -118,7 +118,7 @@ def _bool_of(block: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _no_nvme_path() -> str:
-    """Always raises ConfigError: `nvme_path` is missing."""
+    """Raises the ConfigError for a missing `nvme_path`. It never returns."""
     raise ConfigError(
         'offload_optimizer.device is "nvme", but nvme_path is missing: give nvme_path, or "paths" in "tidegate".'
     )

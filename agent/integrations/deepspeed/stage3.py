@@ -155,7 +155,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         gradients.accumulating = False
 
     def _finalize_offload_gradient_accumulation(self) -> None:
-        """Does nothing, in place of DeepSpeed's method: accumulated gradients are used when the step begins."""
+        """Does nothing, unlike DeepSpeed's method: the engine uses the accumulated gradients when the step begins."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, accumulated ones included."""
@@ -322,8 +322,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     @contextmanager
     def _deepspeed_layout(self, *, with_state: bool, load_at_end: bool) -> Iterator[None]:
-        """Provides `fp32_partitioned_groups_flat` and the optimizer's state in host memory within the block.
-        `with_state`: begin with the engine's state. `load_at_end`: at the end, load them into the engine."""
+        """Context manager: DeepSpeed's `fp32_partitioned_groups_flat` and optimizer state exist in host memory.
+        `with_state`: fills them from the engine first. `load_at_end`: loads them into the engine after the block."""
         sizes = self._flat_sizes()
         states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()

@@ -87,8 +87,8 @@ def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def idle_engine(optimizer: AdamW) -> Engine:
-    """Returns the optimizer's engine when no update is running. Edits that the user made to the weights are taken into
-    the state first."""
+    """Waits until no update is running and returns the optimizer's engine. If the user has changed weights of the
+    model, the state is adapted to them first."""
     optimizer.wait()
     engine = optimizer.engine
     engine.require_usable()
@@ -114,8 +114,8 @@ def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequenc
 def write_all(
     optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
 ) -> None:
-    """Loads the state of all parts from `flats`: fp32 weights, from which the model's weights are rounded too, and
-    moments. `positions`: position of each part. `steps`: number of updates of each DeepSpeed subgroup."""
+    """Loads the fp32 weights and moments of all parts from `flats`, and sets the model's weights to the rounded fp32
+    weights. `positions`: position of each part. `steps`: number of updates of each DeepSpeed subgroup."""
     optimizer.wait()
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, (position, part) in enumerate(zip(positions, optimizer.engine.shards, strict=True)):
@@ -145,8 +145,8 @@ def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
 
 
 def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
-    """Sets the state of one part. `name`: name of a moment; None for the fp32 weights, from which the model's weights
-    are rounded too."""
+    """Sets one state array of one part to `values`. `name`: name of a moment; None for the fp32 weights. With the fp32
+    weights, the model's weights are also set, to the rounded values."""
     engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)

@@ -108,7 +108,7 @@ def rates(**settings: Any) -> Callable[[], object]:
         (offload(policy="fast"), r"policy='fast' is unknown: use 'interleaved', 'sequential' or 'twinflow'"),
         (offload(watchdog_seconds=0), r"watchdog_seconds=0 is out of range: more than 0"),
         (offload(watchdog_seconds="1"), r"watchdog_seconds='1' is not a number: give one of more than 0"),
-        (offload(paths={3: "/nvme"}), r"a name in paths=3 is not a text"),
+        (offload(paths={3: "/nvme"}), r"a name in paths=3 is not a string"),
         (offload(emulated={"h2d_bytes_per_second": 1}), r"emulated=\{.*\} is a dict: give tidegate\.EmulatedRates"),
         (rates(h2d_bytes_per_second=0), r"h2d_bytes_per_second=0 is out of range: more than 0"),
         (rates(d2h_bytes_per_second=math.nan), r"d2h_bytes_per_second=nan is not a number"),
@@ -145,14 +145,14 @@ def test_speeds_of_the_emulated_device_may_change_and_are_checked_then_too() -> 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"token": 3}, "token is a int, not a text"),
-        ({"metrics_bind": 3}, "metrics_bind=3 is not a text"),
+        ({"token": 3}, "token is a int, not a string"),
+        ({"metrics_bind": 3}, "metrics_bind=3 is not a string"),
         ({"reset_knobs": "yes"}, "reset_knobs='yes' is not a flag"),
         ({"strict": 1}, "strict=1 is not a flag"),
         ({"advertise_host": 3}, "advertise_host=3 is not a host"),
         ({"metrics_port": "9000"}, "metrics_port='9000' is not a port"),
         ({"model": 3}, "model is a int, not a torch.nn.Module"),
-        ({"daemon": 3}, "daemon=3 is not a text"),
+        ({"daemon": 3}, "daemon=3 is not a string"),
         ({"daemon": "3"}, "daemon=.3.: .* is not an address"),
     ],
 )

@@ -253,7 +253,7 @@ def test_all_knobs_of_a_rank_together_have_a_bound(daemon: Daemon) -> None:
     """The daemon keeps them for each rank and tells all of them at once."""
     many = {f"knob{number}": "x" * 1900 for number in range(4)}
     length = sum(map(len, [*many, *many.values()]))
-    said = f"names and values have {length:,} characters in all, 6,000 at most"
+    said = f"names and values have {length:,} characters in all, at most 6,000 are allowed"
     refused = sent(daemon, "POST", "/v1/agents", "agent", hello(new_run()).model_dump() | {"knobs": many})
     assert (refused.status_code, said in refused.text) == (422, True), refused.text
     made = Agent(daemon, new_run())
