@@ -112,9 +112,9 @@ def warn_damaged(damaged: DamagedCheckpoint) -> None:
         _warned.add(about)
         is_damaged = damaged.is_removable
         log.warning(
-            "checkpoint %s is %sskipped: %s `tidegate doctor --checkpoints %s` lists %ssuch checkpoints.",
+            "checkpoint %s is %sskipped: %s `tidegate doctor --checkpoints %s` lists such checkpoints%s.",
             damaged.directory, "damaged and " if is_damaged else "", damaged.reason, damaged.directory.parent,
-            "and removes " if is_damaged else "",
+            ", and with --remove removes them" if is_damaged else "",
             extra=event("checkpoint_damaged", checkpoint=str(damaged.directory), reason=str(damaged.reason)),
         )  # fmt: skip
 

@@ -42,8 +42,8 @@ class EventPool:
     def __init__(self, timed: bool) -> None:
         self._timed = timed
         self._free: deque[torch.cuda.Event] = deque()
-        """Events to reuse. Any thread may add an event when it drops a marker, even while it is in `record`. So this
-        must work without a lock."""
+        """Events to reuse. An event comes back when its marker is garbage-collected, which can happen at any time in
+        any thread, also inside `record`: a lock taken there could deadlock, so the deque is used without one."""
 
     def record(self, stream: Stream) -> PooledEvent:
         """Records an event behind the work now in `stream`."""

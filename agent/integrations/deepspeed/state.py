@@ -181,7 +181,7 @@ def _master(arrays: Mapping[str, torch.Tensor], s: Segment, part: torch.Tensor) 
 
 
 def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts fp32 weights to `dtype` with the engine's rounding."""
+    """Converts fp32 weights to `dtype` as the engine does: bf16 is rounded to nearest, ties away from zero."""
     return split_bf16(master.float().contiguous())[0] if dtype == torch.bfloat16 else master.to(dtype)
 
 
