@@ -11,8 +11,9 @@ from typing import Self
 class DelayInterrupt:
     """Context manager that delays the first SIGINT to the end of its block; a second SIGINT takes effect at once.
 
-    An interrupted update would leave weights and state useless, and a plan that is dropped in part cannot be dropped
-    again. Only the main thread gets signals: in other threads, and inside another such block, the block does nothing.
+    An interrupted update would leave weights and state useless. A plan (the ops of one update) whose cancellation was
+    interrupted could not be cancelled later. Only the main thread gets signals: in other threads, and inside another
+    such block, the block does nothing.
     """
 
     def __enter__(self) -> Self:

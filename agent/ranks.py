@@ -17,7 +17,7 @@ T = TypeVar("T")
 _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Environment variables with the number of ranks on this host, as torchrun, deepspeed and mpirun set them."""
 _SLURM_COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-"""Number of tasks on one node, or on each of several consecutive nodes: "4", "4(x2)"."""
+"""Matches a number of tasks as SLURM writes it: "4" for one node, "4(x2)" for each of 2 consecutive nodes."""
 
 
 def local_rank() -> int:

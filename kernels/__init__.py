@@ -86,7 +86,8 @@ def adamw_update(
 ) -> None:
     """One AdamW (or Adam) update of `numel` elements, in place; equals `oracle.adamw_update` bit for bit.
 
-    weight, aux, exp_avg, exp_avg_sq, grad: addresses. `aux` is the int16 remainder or the fp32 master, 0 for F32.
+    weight, aux, exp_avg, exp_avg_sq, grad: addresses. aux: for a 16-bit weight, the address of its fp32 master, or of
+    the int16 remainder that together with a bf16 weight gives the master; 0 for fp32 weights.
     """
     native = pool._native
     _native.adamw_update(

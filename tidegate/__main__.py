@@ -1,4 +1,4 @@
-"""`python -m tidegate`."""
+"""Runs Tidegate's command line: the entry of `python -m tidegate`."""
 
 from tidegate.cli.main import main
 

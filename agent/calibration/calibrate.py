@@ -59,7 +59,8 @@ def calibrate(
     paths: directory or settings of each path, by name.
     device: device that is measured instead of the GPU. If it is emulated, keep its rate card apart from those of real
         hardware.
-    cpu_threads: threads of the update on the CPU, as in `Offload`.
+    cpu_threads: threads of the update on the CPU; 0 for all cores except one for the training thread of each
+        rank on the host.
     seconds: duration of each measurement.
     numel: number of parameters of the measured update.
     op_bytes: bytes of each copy, fetch and flush. Four times as many are stored on each path and, with a device, the

@@ -100,8 +100,8 @@ def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) 
     """Workloads of a path: fetches and flushes of `op_bytes`, checksums included, with as many in progress as in the
     engine. They need space on the path.
 
-    There is no small workload: with two ops in progress, the fixed cost of one is hidden behind the transfer of the
-    other.
+    Each workload has pieces of one size only. Pieces of a second, small size would show the fixed cost of an op, but
+    here this cost is hidden behind the transfer of the other op that is in progress.
     """
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
     stored = _TestStates(path, threads, op_bytes)

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 SHARE_DIGITS: Final = 3
-"""Decimal digits of a share."""
+"""Number of decimal digits to which the share of its rate that a lane keeps beside another lane is rounded."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class LaneThroughput(NamedTuple):
     rate: float
     op_seconds: float
     once: float
-    """Bytes or parameters per second in pieces of the measured size, fixed costs included: less than `rate`."""
+    """Bytes or parameters per second in pieces of the measured size, fixed costs included: less than `rate`, unless no
+    fixed cost was measured."""
 
 
 @dataclass
@@ -74,8 +75,8 @@ def lane_throughput(load: Load, seconds: float) -> LaneThroughput:
 
 
 def rates_together(works: Sequence[Callable[[], float]], seconds: float) -> list[float]:
-    """`rate` of each workload while all run at once, each in a thread of its own. All begin together, and all keep
-    working until all are measured. The first error is raised."""
+    """Measures all workloads while they run at once, each in a thread of its own, and returns the amount of work per
+    second of each. All begin together, and all keep working until all are measured. The first error is raised."""
     begun, left = threading.Barrier(len(works)), len(works)
     counted, failed = threading.Condition(), list[BaseException]()
     found = [0.0] * len(works)
@@ -139,5 +140,6 @@ def medians(rounds: Sequence[MeasurementRound]) -> tuple[dict[str, LaneThroughpu
 
 
 def _share(kept: float) -> float:
-    """Rounds a share to SHARE_DIGITS. The result is above 0 and at most 1, even if noise gives another value."""
+    """Rounds the share of its rate that a lane keeps while another lane works, to SHARE_DIGITS decimal digits. The
+    result is above 0 and at most 1, even if noise gives another value."""
     return min(1.0, max(10.0**-SHARE_DIGITS, round(kept, SHARE_DIGITS)))

@@ -1,8 +1,8 @@
 """Background part of a checkpoint: copies the held state while training continues, then publishes the checkpoint.
 
 One thread copies chunk by chunk. It starts no chunk while an update runs, because the lanes then need paths, memory and
-cores. It is not a daemon thread: at its end, the process waits for the thread. Errors are reported, and the previous
-checkpoint is kept.
+cores. It is not a daemon thread: the process does not exit before this thread has ended. Errors are reported, and the
+previous checkpoint is kept.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class UnpublishedPart:
     pending: Sequence[tuple[StateSource, Path]] = ()
 
     def publish(self, before_chunk: BeforeChunk = lambda _: None) -> Checkpoint:
-        """Synchronises the complete folder and writes the manifest: from then on this part of the checkpoint exists.
-        `before_chunk` is called before each chunk of the user's files that is read, for their checksums."""
+        """Writes the complete folder to stable storage (fsync), then the manifest: from then on this part of the
+        checkpoint exists. `before_chunk` is called before each chunk of the user's files that is read, for their
+        checksums."""
         sync_all(self.folder)
         manifest = replace(self.manifest, files=checksums_of(self.folder, self.manifest.own_files, before_chunk))
         publish(self.directory, manifest)
@@ -243,7 +244,7 @@ class PendingCheckpoint:
                 state.close()
 
     def _complete(self, published: Checkpoint) -> None:
-        """Stores the published checkpoint. With one rank, `on_complete` is called."""
+        """Makes `published` the result of this object, and logs that. With one rank, also calls `on_complete`."""
         self._published = published
         log.info("checkpoint %s is complete: %s", self.directory, self._progress_text())
         if self._ranks.count == 1:

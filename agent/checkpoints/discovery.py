@@ -1,9 +1,9 @@
 """Finds the checkpoints in a directory.
 
-A checkpoint is complete when the manifests of all its ranks exist and belong to one attempt. A folder that no manifest
-names was left by an interrupted attempt. Checkpoints are numbered in the order in which they were saved, and the
-highest number is the newest: this also holds after resuming from an earlier step. A complete checkpoint is never
-written to: a second checkpoint of the same step is named `step-<n>.<number>`.
+A checkpoint is complete when the manifests of all its ranks exist and were written by the same attempt to save it. A
+folder that no manifest names was left by an interrupted attempt. Checkpoints are numbered in the order in which they
+were saved, and the highest number is the newest: this also holds after resuming from an earlier step. A complete
+checkpoint is never written to: a second checkpoint of the same step is named `step-<n>.<number>`.
 
 Damaged checkpoints are left for people to examine: they are listed with the reason, and all other checkpoints stay
 usable.
@@ -96,7 +96,7 @@ def _manifests_of(step: Path) -> list[Manifest]:
 
 
 def has_all_ranks(manifests: Sequence[Manifest]) -> bool:
-    """Whether the manifests belong to one attempt and include those of all its ranks."""
+    """Whether the manifests were written by the same attempt to save a checkpoint, and are those of all its ranks."""
     if not manifests or len({(manifest.attempt, manifest.ranks) for manifest in manifests}) > 1:
         return False
     return len({manifest.rank for manifest in manifests}) == len(manifests) == manifests[0].ranks

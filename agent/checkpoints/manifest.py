@@ -3,7 +3,8 @@
     <directory>/step-<n>/rank<k>.json          manifest of one rank: written last, renamed to this name
     <directory>/step-<n>/rank<k>-<attempt>/    files that it names: state of subgroups, optimizer.pt, user files
 
-The manifest lists these files and the parameters whose state they hold.
+The manifest lists these files and the parameters whose state they hold. `<attempt>`: random id, the same on all ranks,
+of one attempt to save the checkpoint.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class Manifest:
 
     @classmethod
     def _unpack(cls, data: bytes, file: Path) -> Self:
-        """Like `unpack`, but raises WrongManifestError for faults of the content."""
+        """Parses and validates a manifest. WrongManifestError when its content is damaged, NewerFormat when a later
+        version of Tidegate wrote it."""
         outer = schema.parse(data)
         if not isinstance(outer, dict) or not isinstance(values := outer.get("checkpoint"), dict):
             raise WrongManifestError(f"JSON of {len(data):,} bytes that is not a manifest", "a manifest")
@@ -174,7 +176,7 @@ def _read_saved(fields: Fields) -> SavedFile:
 
 
 def folder_name(rank: int, attempt: str) -> str:
-    """Name of the folder with a rank's files."""
+    """Name of the folder with a rank's files. `attempt`: random id of one attempt to save the checkpoint."""
     return f"rank{rank}-{attempt}"
 
 

@@ -40,8 +40,9 @@ class OptimizerCheckpoints:
     def begin(
         self, target: Target, small: Callable[[], Mapping[str, Any]], step: int, memory_bytes: int | None
     ) -> PendingCheckpoint:
-        """Starts a checkpoint that is completed in the background, with the arguments of `save`. `memory_bytes`: see
-        `save_in_background`."""
+        """Starts a checkpoint of the state after update number `step`, which is completed in the background. `small`:
+        function that returns the optimizer's state besides the subgroups. `memory_bytes`: limit of the host memory for
+        copies of state that is not on a path; None for half of the free memory."""
         with self._idle():
             self._pending = save_in_background(self._contents(small, step), target, Ranks.current(), memory_bytes)
             return self._pending

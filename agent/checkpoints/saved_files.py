@@ -1,6 +1,6 @@
 """Checksums of the user's files that `save_also` wrote into a checkpoint.
 
-They are computed once the files are on stable storage, and checked before the checkpoint is loaded.
+They are computed after the files have reached stable storage, and checked before the checkpoint is loaded.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ ATTEMPTS: Final = 3
 POLL_SECONDS: Final = 1.0
 
 BeforeChunk = Callable[[int], object]
-"""Type of a callback that is called before each chunk, with the number of its bytes. It may wait or raise."""
+"""Type of a callback that is called before each chunk, with the number of bytes of state in it (0 for a user's file).
+It may wait; an error that it raises ends the work."""
 
 
 class StateSource(Protocol):

@@ -24,9 +24,10 @@ from tidegate.errors import PathFull, PathUnusable
 
 
 class SpareFiles:
-    """Creates the spare files on one rank's paths for a new checkpoint. `expiring`: checkpoints that are removed when
-    the new one is complete; their files then become spare files. It is empty for a checkpoint in the background,
-    because flushes need spare files before that checkpoint is complete."""
+    """Creates the spare files on one rank's paths for a new checkpoint: the next flushes write to them, because files
+    that a checkpoint holds do not change. `expiring`: checkpoints that are removed when the new one is complete; their
+    files then become spare files. It is empty for a checkpoint in the background, because flushes need spare files
+    before that checkpoint is complete."""
 
     def __init__(self, engine: Engine, rank: int, expiring: Sequence[Checkpoint]) -> None:
         self._engine, self._rank, self._expiring = engine, rank, expiring

@@ -3,9 +3,9 @@
 Copies are made immediately, or in the background (`background`) from state that is held unchanged while training
 continues.
 
-A complete checkpoint is never changed, and older ones are removed only after the new one is complete. Disk space: files
-of expired checkpoints become the spare files of the paths, so a path needs (1 + kept checkpoints) times its share, and
-once more while a checkpoint is copied in the background.
+A complete checkpoint is never changed, and older ones are removed only after the new one is complete. Files of expired
+checkpoints become the spare files of the paths. A path therefore needs space for (1 + kept checkpoints) times the state
+that is stored on it, and for that state once more while a checkpoint is copied in the background.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tidegate.agent.tiers.tier_store import UPDATE_RULE, TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
 
 AUTO_MEMORY_SHARE: Final = 0.5
-"""Share of the free host memory for copies of state that is not on a path."""
+"""Share of the free host memory that copies of state that is not on a path may use, unless the caller sets a limit."""
 
 SaveAlso = Callable[[Path], object]
 
@@ -277,8 +277,8 @@ def _no_store() -> None:
 
 
 def _name_next(step: int, complete: Sequence[Checkpoint], damaged: Sequence[DamagedCheckpoint]) -> tuple[str, str, int]:
-    """Chooses directory name, attempt id and sequence number of the next checkpoint. The directories of complete and
-    damaged checkpoints are not used again."""
+    """Chooses the next checkpoint's directory name, random id (part of the names of its ranks' folders) and sequence
+    number. The directories of complete and damaged checkpoints are not used again."""
     number = max((one.manifest.number for one in complete), default=0) + 1
     taken = {one.directory.name for one in complete} | {one.directory.name for one in damaged}
     while f"step-{step}.{number}" in taken:

@@ -48,10 +48,11 @@ def attach(
     reset_knobs: with True, the settings of the optimizer replace the knobs that the run had before (default False).
         ConfigError if it is not a bool.
     strict: with True, an error is raised if telemetry or the connection cannot work as requested; with False, training
-        continues without it (default False). RankTaken when another live agent holds this run and rank (raised after
-        its lease, if it may have ended on another host), NotAuthorized for a wrong token, ConfigError for an optimizer
-        that is attached already or a port that is taken, and other errors when the environment prevents a connection
-        to the daemon. A daemon that does not answer is only logged: the rank registers as soon as it answers.
+        continues without it (default False). RankTaken when another live agent holds this run and rank (if that agent
+        may have ended on another host, only after the time for which the daemon reserves the rank for it),
+        NotAuthorized for a wrong token, ConfigError for an optimizer that is attached already or a port that is taken,
+        and other errors when the environment prevents a connection to the daemon. A daemon that does not answer is only
+        logged: the rank registers as soon as the daemon answers.
 
     Without `strict`, only arguments that are wrong in every environment raise an error, a ConfigError. Problems with
     the daemon, the environment, other processes or earlier attachments of this process do not stop the training. The

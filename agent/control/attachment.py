@@ -69,7 +69,8 @@ class Attachment:
         self._said_goodbye = False
         """Whether the goodbye message was queued."""
         self._decided: tuple[int, int] | None = None
-        """Epoch and generation of the last decision of the daemon that was applied or refused."""
+        """The last knobs committed by the daemon that were applied or refused: epoch (how often the daemon has lost its
+        state) and generation."""
         self.recorder = Recorder(optimizer)
         self._messages = RankMessages(optimizer, self.recorder, self.run, self._ranks)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
@@ -183,8 +184,8 @@ class Attachment:
             self.link.leave(self._last_report())
 
     def __del__(self) -> None:
-        """Queues the final report and the goodbye message when the attachment is garbage-collected. Its attributes
-        still exist then, because no thread holds a reference to it. The server of /metrics ends by itself."""
+        """Queues the final report and the goodbye message when the attachment is garbage-collected. Does nothing
+        without a link to the daemon. The server of /metrics ends by itself."""
         if getattr(self, "link", None) is not None:
             self.leave()
 

@@ -30,7 +30,7 @@ class CommittedKnobs:
 
     @property
     def decision(self) -> tuple[int, int]:
-        """Epoch and generation: together they identify one decision of the daemon in this run."""
+        """Epoch (how often the daemon has lost its state) and generation. A generation alone may occur twice."""
         return self.epoch, self.generation
 
 
@@ -44,18 +44,22 @@ class KnobDecisions:
 
     def __init__(self, run: str, wake: Callable[[], None]) -> None:
         self.committed: CommittedKnobs | None = None
-        """Newest decision that can be used; the training thread applies it."""
+        """Newest knobs that the daemon has committed and that can be used; the training thread applies them. None
+        before the first."""
         self.newest_generation = -1
         """Newest generation that the daemon has named as committed, whether it could be used or not."""
         self.voted: int | None = None
-        """Generation of the last vote."""
+        """Proposed generation to which this rank last answered whether it can use the knobs (its vote). None if it has
+        not answered since it registered."""
         self._run, self._wake = run, wake
         self._lock = threading.Lock()
         self._applied: Applied | None = None
         self._unusable: Vote | None = None
-        """Vote against a committed generation that cannot be used, until it is sent; None otherwise."""
+        """Message to the daemon that a committed generation cannot be used on this rank, until the message is sent;
+        None otherwise."""
         self._reported: set[tuple[int, int]] = set()
-        """Decisions that were logged and reported as unusable."""
+        """Generations that were reported as unusable, each with its epoch (how often the daemon has lost its state), so
+        that each is reported only once."""
 
     # ---- what the daemon says
 
@@ -103,8 +107,9 @@ class KnobDecisions:
         self._wake()
 
     def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
-        """Tells the daemon, with the next report, that a committed generation cannot be used on this rank. False if the
-        daemon was told before."""
+        """Tells the daemon, right after the next report, that a committed generation cannot be used on this rank.
+        `decision`: epoch (how often the daemon has lost its state) and generation. Returns False, and sends nothing, if
+        that was reported before."""
         if decision in self._reported:
             return False
         self._reported.add(decision)
@@ -130,12 +135,13 @@ class KnobDecisions:
             self._applied = None
 
     def take_unusable(self) -> Vote | None:
-        """Returns the pending vote against an unusable generation and removes it here, so that it is sent only once."""
+        """Returns the message that a committed generation cannot be used on this rank, and removes it here, so that it
+        is sent only once. None if there is no such message."""
         unusable, self._unusable = self._unusable, None
         return unusable
 
     def restore_unusable(self, unusable: Vote) -> None:
-        """Stores a vote that was not delivered, unless a newer vote is stored."""
+        """Stores a message of an unusable generation that was not delivered, unless a newer message is stored."""
         self._unusable = self._unusable or unusable
 
 

@@ -57,8 +57,8 @@ class AgentLink:
         self._listener_client = listener_client
         self._stop = threading.Event()
         self._requests: SimpleQueue[_Goodbye | None] = SimpleQueue()
-        """Queue that wakes the report thread: None asks for a report. A SimpleQueue, because garbage collection may put
-        into it while locks are held."""
+        """Queue that wakes the report thread: None asks for a report, a `_Goodbye` ends the link. Destructors call
+        `put`, too, at any moment, even inside another `put`: that would deadlock a Queue, but not a SimpleQueue."""
         self._knobs = KnobDecisions(hello.run, self._wake)
         self._refusals = RefusalLog(hello.run, hello.rank)
         self._registration = Registration(self._client, hello, self._knobs, self._refusals)
@@ -84,20 +84,22 @@ class AgentLink:
 
     @property
     def committed(self) -> CommittedKnobs | None:
-        """Newest decision of the daemon that can be used; the training thread applies it."""
+        """Newest knobs that the daemon has committed and that can be used; the training thread applies them. None
+        before the first."""
         return self._knobs.committed
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon has accepted this rank, and the last exchange worked."""
+        """Whether the daemon has accepted this rank, and the last exchange of the report thread with it worked."""
         return self._registration.connected
 
     def start(self, strict: bool = False) -> None:
-        """Sends the first hello, then starts the threads. If the daemon is unavailable or refuses the rank, that is
-        logged, and the threads try again while training runs.
+        """Sends the first registration message (hello), then starts the threads. If the daemon is unavailable or
+        refuses the rank, that is logged, and the threads try again while training runs.
 
         strict: True raises RankTaken if the agent that holds the rank is certainly alive or still holds the rank after
-            the wait for the end of its lease (LONGEST_STRICT_SECONDS at most), and NotAuthorized for a wrong token.
+            the time for which the daemon reserves it (LONGEST_STRICT_SECONDS at most), and NotAuthorized for a wrong
+            token.
         """
         try:
             self._registration.say_first_hello(strict)
@@ -114,8 +116,9 @@ class AgentLink:
         self._knobs.report_applied(generation, step)
 
     def report_unusable(self, decision: tuple[int, int], reason: str) -> bool:
-        """Tells the daemon, with the next report, that a committed generation cannot be used on this rank. False if the
-        daemon was told before."""
+        """Tells the daemon, right after the next report, that a committed generation cannot be used on this rank.
+        `decision`: epoch (how often the daemon has lost its state) and generation. Returns False, and sends nothing, if
+        that was reported before."""
         return self._knobs.report_unusable(decision, reason)
 
     def update_hello(self, hello: AgentHello) -> None:
@@ -124,9 +127,8 @@ class AgentLink:
         self._wake()
 
     def restart_as(self, hello: AgentHello, forget: Callable[[], None]) -> None:
-        """Registers as a new agent after the rank loaded another state, and drops the steps of the old agent that were
-        not delivered. `forget`: function that removes those steps from the recorder; it is called while no report is
-        built."""
+        """Registers as a new agent after the rank loaded another state. Steps of the old agent that were not delivered
+        are discarded: the function `forget` removes them from the recorder, and is called while no report is built."""
         with self._identity_lock:
             registration = self._registration
             registration.hello = hello.model_copy(update={"replaces": registration.hello.agent})
@@ -233,7 +235,8 @@ class AgentLink:
         return True
 
     def _deliver(self) -> None:
-        """Registers if necessary, then sends a report and the vote in `_unusable`."""
+        """Registers if necessary, then sends a report and, if there is one, the message that a committed generation
+        cannot be used on this rank."""
         registration = self._registration
         while True:
             hello = registration.hello
@@ -251,8 +254,9 @@ class AgentLink:
         self._send_unusable(hello)
 
     def _send_unusable(self, hello: AgentHello) -> None:
-        """Sends the vote in `_unusable` once. If the daemon cannot be reached, or no longer knows this agent, the vote
-        is kept for later and the error is raised. If the daemon refuses the vote, that is ignored."""
+        """Sends the message, if there is one, that a committed generation cannot be used on this rank. If the daemon
+        cannot be reached, or no longer knows this agent, the message is kept for later and the error is raised. If the
+        daemon refuses the message, that is only logged."""
         unusable = self._knobs.take_unusable()
         if unusable is None:
             return

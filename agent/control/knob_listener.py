@@ -1,4 +1,5 @@
-"""Listens for knobs of the daemon by long polls, and votes on the knobs that it proposes."""
+"""Receives knobs from the daemon by long polls, and votes on knobs that the daemon proposes: it answers whether this
+rank can use them."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class KnobListener:
         """Start times of the most recent polls, on the monotonic clock."""
 
     def listen_forever(self) -> None:
-        """Body of the listen thread: waits for knobs from the daemon, and votes on proposed knobs."""
+        """Body of the listen thread: waits for knobs from the daemon, and votes on proposed knobs (answers whether this
+        rank can use them)."""
         failures = 0
         while not self._stop.is_set():
             hello = self._registration.accepted
@@ -72,7 +74,8 @@ class KnobListener:
         self._client.close()
 
     def _listen_once(self, agent: str) -> None:
-        """Sends one long poll, then votes on each generation that the daemon proposes."""
+        """Sends one long poll. Then votes on each generation that the daemon proposes: answers whether this rank can
+        use it."""
         knobs, poll_seconds = self._knobs, link_timing.POLL_SECONDS
         self._wait_for_turn()
         directive = self._client.directive(agent, max(0, knobs.newest_generation), knobs.voted, poll_seconds)
@@ -92,8 +95,9 @@ class KnobListener:
         self._polls.append(time.monotonic())
 
     def _vote(self, directive: Directive) -> Vote:
-        """Checks the proposed knobs and returns this rank's vote. If the check raises an unexpected error, the vote is
-        no. Without a vote, the daemon would wait until its deadline and then count a no."""
+        """Checks the proposed knobs and returns this rank's vote: whether it can use them. If the check raises an
+        unexpected error, the vote is no: without a vote, the daemon would wait until its deadline and then count a
+        no."""
         assert directive.proposed is not None
         held, reason = [self._source()], ""
         try:

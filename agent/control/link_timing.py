@@ -10,12 +10,13 @@ import random
 REPORT_SECONDS = 1.0
 LONGEST_REPORT_SECONDS = 4.0
 REPORT_SHARE = 1e-3
-"""Largest share of one core that reports may take. The more CPU time a report costs (large plans, a slow machine), the
-longer the pause between reports, from REPORT_SECONDS to LONGEST_REPORT_SECONDS. Knobs and votes are sent without
-waiting for a report. While a canary is judged, the daemon may ask for more frequent reports, within `TRIAL_SHARE`."""
+"""Share of one core that reports may take: the more CPU time a report costs (large plans, a slow machine), the longer
+the pause between reports. It is never longer than LONGEST_REPORT_SECONDS, even if the share is then larger. Knobs and
+votes are sent without waiting for a report. During a canary (a trial of new knobs) the daemon may ask for more frequent
+reports, within `TRIAL_SHARE`."""
 TRIAL_SHARE = 1e-2
-"""Largest share of one core that reports may take while a canary is judged. It is higher than REPORT_SHARE so that the
-daemon sees harmful knobs sooner: with REPORT_SHARE they would stay in force twice as long."""
+"""Share of one core that reports may take during a canary (a trial of new knobs). It is higher than REPORT_SHARE so
+that the daemon sees harmful knobs sooner: with REPORT_SHARE they would stay in force twice as long."""
 SHORTEST_REPORT_SECONDS = 0.1
 """Least pause between two reports, whatever the daemon asks for."""
 RESEND_SECONDS = 3.0
@@ -34,11 +35,13 @@ MAX_ANSWER_BYTES = 1 << 20
 MAX_BACKOFF_SECONDS = 5.0
 LONGEST_GOODBYE_SECONDS = 10.0
 STRICT_PAUSE_SECONDS = 0.5
-"""With `strict`: pause between two attempts to register while another agent holds the rank."""
+"""With `attach(strict=True)`: pause between two attempts to register while another agent holds the rank."""
 STRICT_MARGIN_SECONDS = 1.0
-"""With `strict`: time to wait beyond the end of the lease of an agent that may have ended."""
+"""With `attach(strict=True)`: time to wait beyond the end of the lease (for which the daemon reserves the rank) of an
+agent that may have ended."""
 LONGEST_STRICT_SECONDS = 60.0
-"""With `strict`: longest wait for a rank that another agent holds, even if the daemon names a longer lease."""
+"""With `attach(strict=True)`: longest wait for a rank that another agent holds, even if the daemon reserves the rank
+for that agent longer."""
 
 _SPREAD = random.SystemRandom()
 """Random numbers for the spread of pauses. The generator of the module `random` is not used, because a script may have

@@ -12,7 +12,8 @@ from tidegate.agent.optimizer.module_hooks import ModelHook
 
 
 class PhaseHooks:
-    """Hooks that set the phase clock of an optimizer. `on` registers them on a model."""
+    """Hooks on a model that tell its optimizer when a forward or backward begins, so that wall time is counted for the
+    right phase. `on` registers them on a model."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self._optimizer = optimizer
@@ -26,7 +27,7 @@ class PhaseHooks:
         ]
 
     def before_forward(self, *_: Any) -> None:
-        """Begins the phase `forward`, unless gradients are off."""
+        """Begins the phase `forward`, unless gradients are disabled (`torch.no_grad()`, as in an evaluation)."""
         if torch.is_grad_enabled():
             self._optimizer.phases.enter("forward")
 

@@ -91,5 +91,5 @@ class Registration:
 
 
 def _is_same_process(hello: AgentHello, holder: Holder) -> bool:
-    """Whether the process that sends this hello already holds the rank, from an earlier attachment."""
+    """Whether the process that sends this registration message already holds the rank, from an earlier attachment."""
     return holder.process is not None and (hello.process, hello.host) == (holder.process, holder.host)

@@ -56,8 +56,8 @@ class Tuning:
         """Knob values and seconds of the last update; None if none has finished since the last `between_steps`."""
         self._refused: ConfigError | None = None
         self._recalibrations = self._announced = 0
-        """Two counts of rates of this rank that have changed permanently and were measured again: the count that the
-        tuner has taken into account, and the count at the time of this rank's last message."""
+        """Two counts of permanent changes of this rank's rates: of those that the tuner knows, and of all that there
+        were at this rank's last message to the other ranks."""
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
         """Records a finished update."""
@@ -95,7 +95,8 @@ class Tuning:
 
     @property
     def tunable(self) -> frozenset[str]:
-        """Knobs that the tuner may change: those on `auto`. Empty for offload policies other than `interleaved`."""
+        """Knobs that the tuner may change: those of `stride`, `order` and `host_cache` that are on `auto`; without
+        storage paths only `stride`. Empty for offload policies other than `interleaved`."""
         if self._optimizer.offload.policy != "interleaved":
             return frozenset()
         knobs = self._optimizer.knobs
@@ -189,8 +190,8 @@ class Tuning:
 
     def _is_allowed(self, setting: Setting, choice: EffectiveKnobs) -> bool:
         """Whether this rank can apply a candidate: it changes only knobs that are on `auto` on this rank, and the rank
-        has the memory for it. It must also enlarge the host cache of this rank if and only if `setting.more_cache` says
-        so, because ranks must compare the same change."""
+        has the memory for it. With `setting.more_cache` it must also enlarge the host cache of this rank: otherwise
+        ranks would compare predictions for different changes."""
         current, tunable = self._current, self.tunable
         more_cache = choice.host_cache_bytes > current.host_cache_bytes
         if setting.more_cache != more_cache:

@@ -65,8 +65,8 @@ class AdoptedTensors:
         return sum(one.nbytes for _, one in self._living())
 
     def recent_bytes(self) -> int:
-        """As `in_use_bytes`, but faster: old tensors are not checked, so that those which were freed count until the
-        next sweep."""
+        """Bytes of the tracked tensors, found faster than by `in_use_bytes`: only young tensors are checked. Old
+        tensors that were freed still count until the next sweep."""
         return self._old_bytes + sum([one.nbytes for one in self._young.values() if not _expired(one.cdata)])
 
     def holds(self, address: int, nbytes: int) -> bool:
@@ -93,7 +93,7 @@ class AdoptedTensors:
             yield from ((at, one) for at, one in tensors.items() if not _expired(one.cdata))
 
     def _sweep(self) -> None:
-        """Removes freed tensors, and classifies the others as old or young."""
+        """Removes freed tensors. Those that survived more than OLD_SWEEPS sweeps are then old, the others young."""
         living = dict(self._living())
         self._sweeps += 1
         self._old = {at: one for at, one in living.items() if self._sweeps - one.since > OLD_SWEEPS}

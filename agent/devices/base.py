@@ -4,8 +4,8 @@ A lane of a device is a stream. `copy`, `update` and `norms` enqueue work behind
 event, either at once or when the work is done, as the device chooses. The memory must not be accessed before the event
 is done.
 
-The framework has a stream of its own, on which it computes gradients and reads weights. `now` and `block` order it with
-the lanes, in both directions.
+The framework has a stream of its own, on which it computes gradients and reads weights. Lanes wait for the
+framework's work by an event that `now` returns; the framework waits for a lane's event by `block`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRun:
-    """Update of consecutive parameters with the same scalars. `weight`, `aux`, `exp_avg`, `exp_avg_sq` and `grad` are
-    addresses; `aux` is 0 when there is none."""
+    """Update of consecutive parameters with the same `scalars` (learning rate, betas and so on). `weight`, `aux`,
+    `exp_avg`, `exp_avg_sq` and `grad` are addresses. `aux`: the 16-bit remainder or the fp32 copy of the weights; 0 if
+    the format of the weights needs neither."""
 
     numel: int
     weight: int
@@ -119,7 +120,8 @@ class Device(Protocol):
         no span."""
 
     def mark(self) -> Event:
-        """As `now`, but the event has a span, whose end is the time when the work was done."""
+        """Event that is done when all work that the calling thread has enqueued in the framework so far is done. In
+        contrast to the event of `now`, it has a span, which ends when that work was done."""
 
     def block(self, event: Event) -> None:
         """Makes work that the calling thread enqueues in the framework from now on begin after `event`."""

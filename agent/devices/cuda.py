@@ -37,7 +37,8 @@ ANCHOR_TRIES: Final = 4
 """Number of comparisons that are made in a row; the one with the smallest error is used."""
 
 GOOD_ANCHOR_SECONDS: Final = 1e-3
-"""A new comparison with a smaller error than this, in seconds, is always used."""
+"""If the error of a new clock comparison is below this (in seconds), it replaces the last one, even if that one was
+better."""
 
 DRIFT: Final = 5e-5
 """Assumed relative difference in speed of the two clocks."""
@@ -89,8 +90,8 @@ class HostClock:
                 self._comparing.release()
 
     def _compare(self) -> ClockSync:
-        """Compares the clocks several times, and returns the comparison with the smallest error. The first one wakes
-        the GPU up, and each may be delayed by other threads."""
+        """Compares the clocks several times, and returns the comparison with the smallest error. One is not enough: the
+        first has to wake the GPU up, and other threads may delay any of them."""
         return min((self._compare_once() for _ in range(ANCHOR_TRIES)), key=lambda anchor: anchor.error_seconds)
 
     def _compare_once(self) -> ClockSync:
@@ -273,7 +274,8 @@ class CudaDevice:
         return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
-        """As in `Device`. The list is filled in the thread that waits for the event."""
+        """Enqueues the computation of the sum of squares and the number of non-finite values of each gradient. The list
+        is filled in the thread that waits for the event."""
         anchor, stream, found = self._clock.fresh(), self._lanes[DEVICE], Norms()
         start = self._runtime.record(stream, timed=True)
         read = self._runtime.norms(grads, stream)

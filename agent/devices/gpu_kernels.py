@@ -75,8 +75,8 @@ def load_kernels(device: torch.device) -> GpuKernels:
 
 
 def cause_of(error: Exception) -> str:
-    """The error on one line, shortened. For a failed compiler: its name, its exit status, and the header that is
-    missing."""
+    """The error on one line, shortened. For a failed compiler: its name, its exit status, and the path of Python.h if
+    this header is missing."""
     if not _is_compiler(error):
         message = textwrap.shorten(str(error), MAX_CAUSE_CHARACTERS).rstrip(".")
         return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -101,7 +101,8 @@ def _unpin_finalizer(
 
 
 class ReturnedBlocks:
-    """Queue of the blocks whose buffers were dropped. It exists as long as the pool or a buffer exists."""
+    """Queue of the blocks whose buffers (tensors in their memory) were dropped; the pool takes them out and reuses
+    them. It exists as long as the pool or a buffer exists."""
 
     def __init__(self) -> None:
         self._returned: deque[PinnedBlock] = deque()
@@ -109,8 +110,8 @@ class ReturnedBlocks:
         """Whether the pool is closed: returned blocks are then freed at once."""
 
     def put(self, block: PinnedBlock) -> None:
-        """Returns a block to the pool. Called when a buffer is dropped, in any thread and at any time, even during
-        `take`. So this must work without a lock."""
+        """Returns a block to the pool. A buffer that is dropped calls this, in any thread and at any time, also inside
+        `take`: a lock taken there could deadlock, so the deque is used without one."""
         self._returned.append(block)
         if self.closed:
             self._returned.clear()
@@ -278,7 +279,7 @@ def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
 
 
 def _touch_share(address: int, nbytes: int, starts: Sequence[int], cpus: frozenset[int]) -> None:
-    """Writes the zeros of one thread: TOUCH_BYTES at each of `starts`."""
+    """Main function of a thread: writes up to TOUCH_BYTES zeros at each of the offsets `starts`."""
     if cpus:
         os.sched_setaffinity(0, cpus)  # of this thread alone
     for start in starts:

@@ -108,7 +108,7 @@ def _warn_of_few_queues() -> None:
 
 def _default_capacity_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:
     """Default capacity of the emulated device in bytes: twice the weights and gradients, plus the state of all
-    subgroups, however small they are."""
+    subgroups, plus an allowance for rounding up the size of each allocation."""
     weights = sum(p.numel() * p.element_size() for p in params)
     numel = sum(p.numel() for p in params)
     subgroups = sum(-(-p.numel() // subgroup_numel) for p in params)

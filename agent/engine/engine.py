@@ -171,9 +171,9 @@ class Engine:
         return PlanInFlight(plan, effective, time.monotonic())
 
     def stage(self) -> None:
-        """Allocates the staging memory that the next plan will need with the present knobs, before this plan starts.
-        The plan starts in the hook of the first gradient: at that time activations fill most of the device, and pinning
-        host memory would take long. Does nothing while a plan is in flight, because its memory is allocated already."""
+        """Allocates device and host memory for the next plan, with the present knobs, before this plan starts. It
+        starts in the hook of the first gradient: then activations fill most of the device, and pinning host memory
+        would take long. Does nothing while a plan is in flight: its memory is allocated already."""
         if self._flight is None:
             self.planner.stage(self.effective)
 
@@ -253,16 +253,16 @@ class Engine:
         return flight.stepped
 
     def fail_uncounted_step(self, error: BaseException) -> None:
-        """Makes the engine unusable until a complete state is loaded. To be called when `error` has interrupted the
-        caller of `step` after an update began and before the caller has counted the update."""
+        """Makes the engine unusable until a complete state is loaded: `error` has interrupted the caller of `step`
+        after the update began and before its step was counted, so that state and step counts may not match."""
         if self.usable:
             self._fail(error)
 
     def _replan_if_changed(self) -> None:
         """Drops the plan and starts another one if weights were edited or knobs were changed since the plan was made.
 
-        Raises EngineError if weights were edited and gradients are released already, because the plan then cannot be
-        dropped.
+        A plan with released gradients cannot be dropped, as only the plan has them. Then changed knobs have to wait for
+        the next step, and edited weights raise EngineError.
         """
         edited = self.weights.edited()
         if self.gradients.any_released:
@@ -363,8 +363,8 @@ class Engine:
 
     def weights_loaded(self) -> None:
         """Prepares the engine for a state that will be loaded for the present weights: discards state on paths, sets
-        remainders to 0 and fp32 masters to the weights, marks all mirrors for a new copy, and makes an engine that has
-        failed usable again."""
+        remainders to 0 and fp32 masters to the weights, marks the copies of weights in host memory (mirrors) as
+        outdated, and makes an engine that has failed usable again."""
         if self.store is not None:
             self.memory.forget_stored()
             self.planner.place_new_subgroups(self.effective)

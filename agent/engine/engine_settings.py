@@ -14,9 +14,11 @@ class EngineSettings:
     """Settings of one engine. Those that `Offload` has, too, are explained there."""
 
     num_slots: int
-    """Number of staging slots on the device."""
+    """Number of staging slots on the device. A slot is a buffer for the state of one subgroup during its update
+    there."""
     host_slots: int = 3
-    """Number of staging slots in host memory for each path."""
+    """Number of staging slots in host memory for each path. A slot is a buffer for the state of one subgroup while it
+    is fetched from the path, updated and written back."""
     cpu_threads: int
     policy: Policy = "interleaved"
     gradients: Mode = "keep"
@@ -24,5 +26,6 @@ class EngineSettings:
     gradient_memory_bytes: int = 0
     headroom_bytes: int = 0
     early_gradients: bool = True
-    """Whether gradients that autograd has accumulated are final, so that they may be copied before `step()`."""
+    """Whether gradients are final (reduced over the ranks) when autograd has accumulated them, so that they may be
+    copied before `step()`."""
     watchdog_seconds: float = 120.0

@@ -1,5 +1,6 @@
-"""Executes a plan: each lane runs its ops in order, and each op begins when its dependencies are issued and its gate is
-open. The gate `gradient` of a subgroup opens when its gradients have arrived, the gate `step` when `step()` is called.
+"""Executes a plan: each lane runs its ops in order, and each op begins when its dependencies are issued (done, or
+enqueued on the device) and its gate is open. The gate `gradient` of a subgroup opens when its gradients have arrived,
+the gate `step` when `step()` is called.
 
 A lane has one thread. A lane that runs ahead (a lane of a storage path) has two threads, which take turns: while one
 thread waits for its op, the other issues the next op, if the dependencies of that op allow it. So the queue of a disk
@@ -111,7 +112,8 @@ class Executor:
             return self._progress is None or self._progress.is_done
 
     def start(self, plan: Plan) -> None:
-        """Starts `plan`: ops without a gate may begin at once. Raises EngineError if this executor is closed."""
+        """Starts `plan`. Ops without a gate may begin at once; the others wait for a gradient or for `step`. Raises
+        EngineError if this executor is closed."""
         with self._clock.lock:
             if self.closed:
                 raise EngineError("This optimizer is closed: build a new one.")
@@ -120,7 +122,8 @@ class Executor:
             self._clock.notify()
 
     def gradient_ready(self, subgroups: Iterable[int]) -> None:
-        """Opens the gate `gradient` of these subgroups; does nothing without a plan."""
+        """Opens the gate `gradient` of these subgroups: ops that wait for their gradients may begin. Does nothing
+        without a plan."""
         with self._clock.lock:
             if self._progress is not None:
                 self._progress.gradients.update(subgroups)
@@ -137,8 +140,8 @@ class Executor:
             )  # fmt: skip
 
     def step(self, repeat: Collection[int] = ()) -> None:
-        """Opens all gates. `repeat`: ids of gradient copies whose gradient has changed since the copy; these ops run
-        again, before the other ops of their lane."""
+        """Opens all gates: no op waits for a gradient or for this call any more. `repeat`: ids of gradient copies whose
+        gradient has changed since the copy; these ops run again, before the other ops of their lane."""
         with self._clock.lock:
             progress = self._current()
             self._wait(progress, lambda: progress.error is not None or not progress.is_any_running(repeat))
@@ -151,8 +154,8 @@ class Executor:
             self._clock.notify()
 
     def wait_for_norm(self) -> bool:
-        """Waits until the op NORM has run; to be called after `step`. Returns False if the step is skipped. Raises the
-        error of a lane that has failed."""
+        """Waits until the op NORM has computed the gradient norm; to be called after `step`. Returns False if the step
+        is skipped. Raises the error of a lane that has failed."""
         with self._clock.lock:
             norms = [op.id for op in self._current().plan.of_kind(OpKind.NORM)]
         self.wait_until_issued(norms)

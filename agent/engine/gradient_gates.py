@@ -1,5 +1,5 @@
-"""Opens the gates of gradients as they arrive, keeps the order of their arrival for the next plan, and finds host
-copies of gradients that are out of date because the gradient was changed after the copy."""
+"""Lets ops begin whose gradients have arrived (opens their gates), keeps the order of arrival for the next plan, and
+finds host copies of gradients that are out of date because the gradient was changed after the copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tidegate.agent.parameters.subgroups import Layout
 
 
 class GradientGates:
-    """The gates `gradient` of the plan in flight.
+    """The gates `gradient` of the plan in flight: an op that reads gradients of a subgroup begins only when the gate of
+    this subgroup is open.
 
     layouts: the subgroups, in the engine's own list, so that subgroups which the engine adds later are included.
     """
@@ -37,7 +38,7 @@ class GradientGates:
         self._arrived.clear()
 
     def open(self, subgroups: Sequence[int]) -> None:
-        """Opens the gates of these subgroups, and takes note of their order."""
+        """Lets ops begin that wait for the gradients of these subgroups (opens their gates), and records the order."""
         self._arrived.update(dict.fromkeys(subgroups))
         if subgroups:
             self._executor.gradient_ready(subgroups)

@@ -1,5 +1,6 @@
-"""Memory of the optimizer state: host buffers (state, weight mirrors, gradients), staging slots, residents on the
-device, and the storage path of each subgroup whose state is not in memory."""
+"""Memory of the optimizer state: host buffers (state, copies of weights called mirrors, gradients), staging slots
+(buffers for one subgroup during its update), residents (state that stays on the device), and the storage path of each
+subgroup whose state is not in memory."""
 
 from __future__ import annotations
 
@@ -206,8 +207,8 @@ class StateMemory:
         return self.store.flushed_to(subgroup)
 
     def keep_on_host(self, subgroup: int, place: BufferId) -> bool:
-        """Keeps the state at `place` in host memory because no path accepts it. Returns False if host memory is too
-        small."""
+        """Keeps the state in the host buffer `place` in host memory after this step, because no path accepts it.
+        Returns False, with nothing done, if host memory is too small."""
         layout, nbytes = self.layouts[subgroup], state_buffer_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
             if nbytes > host_available_bytes():

@@ -294,8 +294,9 @@ class MemoryRunner:
             yield open_run
 
     def _pieces_by_tail(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
-        """Divides a segment into the part before the tail of its parameter and the part in the tail (see
-        `shards.tail_of`), because the tail has other scalars. Yields tuples (offset in the segment, numel, scalars)."""
+        """Divides a segment (part of a parameter in a subgroup) into the parts before and in the tail of its parameter.
+        The tail has other scalars: it is the last elements, which DeepSpeed's CPU Adam computes separately. Yields
+        tuples (offset in the segment, numel, scalars)."""
         inputs, weight = self._step_inputs(), self._weights[segment.param]
         values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
         tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)

@@ -39,8 +39,8 @@ class StepPhases:
     first_gradient: float | None = None
     """When the first gradient of the step's last backward pass arrived, on the host's monotonic clock."""
     single_node_share: float = 0.0
-    """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, in that
-    backward pass (see `gradient_arrival.single_node_share`)."""
+    """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, and so
+    arrive together, in the step's last backward pass."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:
@@ -67,7 +67,8 @@ class PhaseRecorder:
         self._cpu = time.process_time()
         self._first_gradient: float | None = None
         self.single_node_share = 0.0
-        """`StepPhases.single_node_share` of the newest backward pass."""
+        """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, in
+        the newest backward pass."""
         self._reset()
 
     def enter(self, phase: Phase) -> None:
@@ -153,8 +154,8 @@ class PhaseRecorder:
 
 
 class _ExposedTime:
-    """The context manager of `exposed`: a class, because it is entered once per gradient and a generator would cost
-    three times as much."""
+    """Context manager that counts the time inside it as time in which the engine blocks the training thread. A class,
+    because it is entered once per gradient and a generator would cost three times as much."""
 
     __slots__ = ("_clock", "_since")
 

@@ -1,4 +1,5 @@
-"""How far the execution of one plan has come: which ops are pending, running and issued, and which gates are open."""
+"""How far the execution of one plan has come: which ops are pending, running and issued (done, or enqueued on the
+device), and which gates are open. A closed gate keeps ops waiting for a gradient or for the call of `step()`."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class PlanProgress:
     running: dict[str, deque[RunningOp]] = field(default_factory=dict)
     """Ops in progress by lane, the oldest first. A lane without ops in progress has no entry."""
     gradients: set[int] = field(default_factory=set)
-    """Subgroups whose gate `gradient` is open."""
+    """Subgroups whose gate `gradient` is open: their gradients have arrived."""
     stepping: bool = False
-    """Whether the gate `step` is open."""
+    """Whether the gate `step` is open: `step()` was called."""
     recopying: set[int] = field(default_factory=set)
     """Subgroups whose gradient must be copied again before they are updated."""
     recopied: dict[int, Event] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class PlanProgress:
     error: BaseException | None = None
 
     def gate_open(self, op: Op) -> bool:
-        """Whether this op has no gate, or its gate is open."""
+        """Whether this op has no gate or an open one: it does not wait for a gradient or for the call of `step()`."""
         match op.gate:
             case "gradient":
                 return self.stepping or op.subgroup in self.gradients
@@ -62,7 +63,8 @@ class PlanProgress:
         return True
 
     def may_run(self, op: Op) -> bool:
-        """Whether the gate of this op is open, and all its dependencies are issued."""
+        """Whether this op may begin: its gate is open, all its dependencies are issued, and it does not wait for a
+        repeated gradient copy."""
         # Plans leave out dependencies that follow from the order of a lane, and a repeated copy breaks this order.
         if op.kind is OpKind.CPU_UPDATE and op.subgroup in self.recopying:
             return False

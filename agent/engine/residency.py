@@ -20,9 +20,9 @@ from tidegate.timeline.timeline import Span
 from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
 
 EQ1_SLACK: Final = 0.05
-"""Tolerance for the number of subgroups on a path with the tier split `eq1`, as a share of all subgroups in storage
-(but at least one subgroup). Measured speeds fluctuate: no subgroup is moved while the number on each path differs from
-the result of Eq. 1 by no more than this."""
+"""Tolerance for the number of subgroups on a path with the tier split `eq1` (Eq. 1 of MLP-Offload: in proportion to
+measured speeds), as a share of all subgroups in storage (but at least one subgroup). Speeds fluctuate: no subgroup is
+moved while the number on each path differs from the result of Eq. 1 by no more than this."""
 
 
 class Residences:
@@ -36,7 +36,7 @@ class Residences:
         """The path of each subgroup that ever had one, also while its state is in host memory."""
         self._counts: SubgroupCounts = {}
         self.known_capacity: SubgroupCounts = {}
-        """The `capacity` of each path when the last step was planned."""
+        """Number of subgroups that each path could hold when the last step was planned."""
         self._split: Split = None
         self._in_memory: set[int] = set()
         """Subgroups whose state is in host memory between steps."""

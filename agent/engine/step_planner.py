@@ -81,8 +81,8 @@ class StepPlanner:
             )
 
     def stage(self, effective: EffectiveKnobs) -> None:
-        """Allocates the staging memory that the next plan will need with the knobs `effective`, before the plan is
-        made."""
+        """Allocates memory for the next plan with the knobs `effective`, on the device and on the host, before the plan
+        is made."""
         lives = self._memory.residence
         placed = self._place(effective)
         spilled = self._spilled(placed, self._gradient_room(placed))

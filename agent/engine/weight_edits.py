@@ -69,11 +69,11 @@ class WeightEdits:
         }  # fmt: skip
 
     def adapt_to_edits(self, by_data: bool = True, reading: bool = False) -> None:
-        """Adapts the stored state to edited weights: marks their mirrors for a new copy, and sets their remainders to 0
-        or their fp32 masters to the weight. A weight that holds the same bits in other memory was moved, not edited:
-        only its mirror is copied again.
+        """Adapts the stored state to edited weights: marks their copies in host memory (mirrors) as outdated, and sets
+        their remainders to 0 or their fp32 masters to the weight. A weight that holds the same bits in other memory was
+        moved, not edited: only its mirror is copied again.
 
-        by_data: as in `edited`.
+        by_data: also finds edits through `.data`. On a GPU this waits for the work that the framework has enqueued.
         reading: True if the state will only be read, without an update. The state of weights with another dtype is then
             left unchanged.
 

@@ -52,7 +52,7 @@ class HostSums:
         self._staging: torch.Tensor | None = None
         self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()
-        """Guards the additions: gradients of several devices are added from several threads."""
+        """Guards the additions: autograd's threads start them, and the training thread may discard them."""
         self._thread = ThreadPoolExecutor(1, "tidegate-accumulate")
 
     @property

@@ -40,7 +40,7 @@ Mode = Literal["keep", "release"]
 
 
 GradientsRead = tuple[GradientRecord | None, ...]
-"""The records of a subgroup's gradients that an op has read, by segment."""
+"""The records of a subgroup's gradients that an op has read, one for each part of a parameter in the subgroup."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _ArrivalCount:
 
 
 class Gradients:
-    """Tracks the gradients of one optimizer in mode `keep` or `release` (both are explained at the top of this module).
+    """Tracks the gradients of one optimizer. Mode `keep` leaves them in `.grad`; mode `release` takes them from it.
 
     speculative: whether gradients may be copied before `step()` in mode `keep`.
     """
@@ -187,8 +187,8 @@ class Gradients:
             )
 
     def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:
-        """As `accumulated`, but for a gradient that a collective has reduced over the ranks and has not written to
-        `.grad` yet."""
+        """Records a gradient that a collective has reduced over the ranks and has not written to `.grad` yet. Returns
+        the ids of the subgroups whose gradients are complete now: each arrived as often as in the last step."""
         dense = as_stored(self._params[param], grad)
         self._device.adopt(dense)
         self._current[param] = GradientRecord(grad, None, private_alias(dense, grad), self._device.now())
@@ -288,7 +288,7 @@ class Gradients:
         return self._subgroups_of[param]
 
     def records_of(self, layout: Layout) -> GradientsRead:
-        """The present records of a subgroup's gradients, one for each segment; None where there is no gradient."""
+        """The records of a subgroup's gradients by segment (part of a parameter); None where there is no gradient."""
         return tuple(self._current[segment.param] for segment in layout.segments)
 
     @property

@@ -27,8 +27,8 @@ class _BucketReceiver:
         self.optimizer = weakref.ref(optimizer)
         self._numbers: dict[int, int] = {}
         self._numbered_by: Engine | None = None
-        """Engine for which `_numbers` is valid. After a change of param groups the optimizer has another engine, which
-        may number parameters differently."""
+        """Engine whose parameter numbers are in `_numbers`. After a change of param groups the optimizer has another
+        engine, which may number parameters differently."""
         self._announced = -1
 
     @property
@@ -38,7 +38,8 @@ class _BucketReceiver:
         return optimizer.engine if optimizer is not None and optimizer.engine.usable else None
 
     def begin(self, engine: Engine) -> None:
-        """Prepares the engine for the reduction of a bucket."""
+        """Starts the engine's plan, if it is not started, before a bucket is reduced. At the end of the backward, the
+        engine is notified that `.grad` is written."""
         if engine is not self._numbered_by or len(engine.params) != len(self._numbers):
             self._numbers, self._numbered_by = {id(p): i for i, p in enumerate(engine.params)}, engine
         engine.start()

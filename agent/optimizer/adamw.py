@@ -77,11 +77,11 @@ class AdamW(OffloadedOptimizer):
         super().__init__(params, defaults, offload)
         self.max_grad_norm = max_grad_norm
         self.make_scalars: Callable[..., Scalars] = scalars
-        """Function that computes the scalars of an update from hyperparameters and step: `kernels.scalars`, or a
-        function with the same signature."""
+        """Function that computes the scalars of an update (step size, bias correction and others): `kernels.scalars`,
+        or one with the same signature that rounds as another framework does."""
         self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
-        """Function that computes the factor for all gradients: `gradient_factor`, or a function with the same
-        signature."""
+        """Function that computes the factor for all gradients (loss scale and clipping): `gradient_factor`, or one with
+        the same signature that rounds as another framework does."""
         self.boundaries: list[Callable[[int], None]] = []
         """Functions that are called at the end of each `step()`, on all ranks, with the number of the next step. Knobs
         are changed in these calls."""
@@ -164,14 +164,14 @@ class AdamW(OffloadedOptimizer):
         return tuple(self._steps)
 
     def _phases_so_far(self) -> tuple[PhaseSpan, ...]:
-        """Phases of the steps that observers have not received yet, including the current phase up to now. May be
-        called from any thread."""
+        """Phases of the steps that were not yet reported to the functions in `observers`, including the current phase
+        up to now. May be called from any thread."""
         return self._step_results.phases_so_far()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Context manager for backward passes that are not the last of their step. Required with
-        gradients="release"."""
+        """Context manager for backward passes that are not the last of their step. Needed with gradients="release",
+        where the gradients of a backward pass outside of it are taken as the final ones of the step."""
         before, self.engine.gradients.accumulating = self.engine.gradients.accumulating, True
         try:
             yield
@@ -205,7 +205,7 @@ class AdamW(OffloadedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in the format of `torch.optim.AdamW`: `step`, `exp_avg` and `exp_avg_sq` of each parameter
-        that was updated, and `remainder` or `master` of 16-bit weights.
+        that was updated. 16-bit weights also have `remainder` (16 bits that complete them to fp32) or `master` (fp32).
 
         If steps were skipped, so that the number of steps is larger than every `step`, the additional key `num_steps`
         holds it.
@@ -228,7 +228,8 @@ class AdamW(OffloadedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state of this class or of `torch.optim.AdamW`. Load the weights first: the state is adapted to them.
+        """Loads a state of this class or of `torch.optim.AdamW`. Load the model's weights first: if 16-bit weights
+        change later, their `remainder` or `master` is reset.
 
         Raises ConfigError, with nothing changed, if the state belongs to another model or is not a state of AdamW.
         """
@@ -302,8 +303,8 @@ class AdamW(OffloadedOptimizer):
         save_also: Callable[[Path], object] | None = None,
         memory_bytes: int | None = None,
     ) -> PendingCheckpoint:
-        """As `save_checkpoint`, but a thread copies the state that cannot be hard-linked (on other file systems, in
-        host memory, on the device) while training continues. `result()` of the returned object waits for the end.
+        """Writes the checkpoint `directory/step-<n>` while training continues: a thread copies the state that cannot be
+        hard-linked. `result()` of the returned object waits for the end. All ranks must call this.
 
         directory, keep: as in `save_checkpoint`.
         save_also: is called now, and training waits for it.

@@ -26,7 +26,8 @@ class BackwardPasses:
         self._id = NO_BACKWARD
         """Id of the last backward pass that was noticed."""
         self._single_node_share = 0.0
-        """`StepPhases.single_node_share` of the last backward pass whose graph was examined."""
+        """Largest share of the elements whose gradients came from a single node of the autograd graph, in the last
+        backward pass whose graph was examined."""
 
     def is_noticed(self, backward_id: int) -> bool:
         """Whether `began` was called in the backward pass with this id, and the phase `backward` of this pass is still
@@ -50,7 +51,8 @@ class BackwardPasses:
 
 
 def _share_of_current_pass(param_groups: Sequence[Mapping[str, Any]]) -> float:
-    """`single_node_share` of these parameters in the backward pass that is running."""
+    """Largest share of these parameters' elements whose gradients come from a single node of the autograd graph, in the
+    backward pass that is running; 0 if no node is running."""
     node = torch._C._current_autograd_node()
     params = [param for group in param_groups for param in group["params"] if param.requires_grad]
     return single_node_share(node, params) if node is not None else 0.0

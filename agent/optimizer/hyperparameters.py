@@ -1,4 +1,5 @@
-"""Hyperparameters as `torch.optim.AdamW` has them, and the scalars of one step made from them."""
+"""Hyperparameters as `torch.optim.AdamW` has them, and the scalars of one step that are computed from them (step size,
+bias correction and others)."""
 
 from __future__ import annotations
 
@@ -132,10 +133,11 @@ def step_inputs(
     make_scalars: Callable[..., Scalars] = scalars,
     make_factor: Callable[[float, float, float | None], float] = gradient_factor,
 ) -> StepInputs:
-    """The inputs of a step: a snapshot, so that later changes of `groups` have no effect.
+    """What a step needs besides state, weights and gradients: its scalars, the factor for all gradients, and whether a
+    GradScaler skips it. Hyperparameters are copied, so that later changes of `groups` have no effect.
 
     steps: number of updates that each parameter has had.
-    make_scalars, make_factor: functions with the signatures of `kernels.scalars` and `gradient_factor`.
+    make_scalars, make_factor: compute scalars and factor; called like the functions that are the defaults.
     """
     snapshots = [_snapshot_group(group) for group in groups]
     cache: dict[tuple[int, int, float], Scalars] = {}

@@ -42,8 +42,8 @@ class Offload:
         first and, once attached, the best stride for the measured rates (subgroups; default "auto").
     static_ratio: share of the subgroups whose state stays on the device, 0 to 1 (share of subgroups; default 0.0).
     subgroup_numel: size of a subgroup, at least 1 (parameters; default 100_000_000).
-    num_slots: staging slots on the device, at least 1; two or more let copies in, updates and copies out overlap
-        (count; default 2).
+    num_slots: staging slots on the device, each a buffer for the state of one subgroup, at least 1; two or more let
+        copies in, updates and copies out overlap (count; default 2).
     cpu_threads: threads of the CPU lane; 0 for all cores except one for the training thread of each rank on the host
         (count; default 0).
     device: "auto" uses the emulated device if there is no GPU; "emulated" always does (word; default "auto").
@@ -63,9 +63,10 @@ class Offload:
         fit are spilled to the host and copied back with their state; a backward waits for copies while its next
         gradient would not fit. 0 for the memory that weights, state and headroom leave. This does not count
         activations: set it, or `headroom_bytes`, where activations take much of the device (bytes; default 0).
-    policy: "interleaved", or a baseline: "sequential", "twinflow" (word; default "interleaved").
-    watchdog_seconds: longest duration of an op, more than 0; LaneStuckError is raised if an op takes longer
-        (seconds; default 120.0).
+    policy: "interleaved" runs copies and updates at the same time. Baselines: "sequential" runs them one at a
+        time; "twinflow" too, and updates on the device only what has its state there (word; default "interleaved").
+    watchdog_seconds: longest duration of one op (a copy, an update, a read, a write), more than 0; LaneStuckError is
+        raised if it takes longer (seconds; default 120.0).
     paths: storage for state that is neither on the device nor in host memory: directories or "s3://bucket/prefix", by
         name; or `PathSettings`, `ObjectSettings` (places by name; default {}).
     tier_split: weights that divide this state among the paths, "nvme:2,pfs:1"; "auto": by measured speeds; "eq1": in

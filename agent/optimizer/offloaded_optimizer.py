@@ -106,8 +106,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._step_guard = StepGuard()
         self._backward_passes = BackwardPasses(self.phases)
         self._moves_checked_in = NO_BACKWARD
-        """Id of the last backward pass in which all parameters were checked for moves. The check is made at the first
-        gradient of each backward pass."""
+        """Id of the last backward pass in which all parameters were checked: whether they were moved, converted or
+        replaced. The check is made at the first gradient of each backward pass."""
         self._checkpoints = OptimizerCheckpoints(self.engine, self.phases)
         try:
             self.check_knobs(self.knobs)

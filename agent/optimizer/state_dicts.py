@@ -19,7 +19,8 @@ from tidegate.kernels import WeightFormat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ARRAYS = (*MOMENTS, "remainder", "master")
-"""Names of the arrays that the engine stores for a parameter. Other names in a state belong to the user."""
+"""Names of the arrays that the engine stores for a parameter: its moments and, for a 16-bit weight, what completes it
+to fp32: `remainder` (16 bits) or `master` (the fp32 weight). Other names in a state belong to the user."""
 
 ParamState = Mapping[str, torch.Tensor]
 

@@ -117,7 +117,7 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
 
 
 def transfer_backward_flags(old: Engine, new: Engine) -> None:
-    """Copies the flags `accumulating` and `gradients_come_reduced`, which apply to the current backward pass and later
-    ones."""
+    """Copies two flags that apply to the current backward pass and later ones: `accumulating` (the pass is not the last
+    of its step) and `gradients_come_reduced` (reduced gradients come separately, with `overlap_ddp`)."""
     new.gradients.accumulating = old.gradients.accumulating
     new.gradients_come_reduced = old.gradients_come_reduced

@@ -1,9 +1,10 @@
 """`optimizer.state` as a lazy view of the offloaded state. It has the same entries as in torch, but the tensors in them
 have no memory of their own: each read loads the values.
 
-Iteration yields `step`, `exp_avg` and `exp_avg_sq` (and `remainder` or `master` of 16-bit weights) for each parameter
-that was updated. A tensor can be read, and can be assigned to its own key without effect. Emptying an entry, or all
-entries, resets the state. All other writes raise ConfigError, because they would be lost.
+Iteration yields `step`, `exp_avg` and `exp_avg_sq` for each parameter that was updated, and for 16-bit weights
+also `remainder` or `master`, which complete them to fp32. A tensor can be read, and can be assigned to its own key
+without effect. Emptying an entry, or all entries, resets the state. All other writes raise ConfigError, because they
+would be lost.
 """
 
 from __future__ import annotations

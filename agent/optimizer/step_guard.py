@@ -15,8 +15,8 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._running: dict[str, object] = {}
-        """The call of `step()` that is running, if any, under the key "call". This is a dictionary because a lock could
-        stay locked after an exception in a signal handler."""
+        """The call of `step()` that is running, if any, under the key "call". A lock could stay locked for ever if a
+        signal handler raises just after it was taken; the entry of a dictionary is removed then, too."""
 
     @property
     def is_stepping(self) -> bool:

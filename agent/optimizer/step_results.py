@@ -1,4 +1,5 @@
-"""Queue of step results for observers: pairs the result of each update with the phases of its step."""
+"""Queue of step results for observers (functions that are called after each update): pairs the result of each update
+with the phases of its step."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ class StepResultQueue:
                 observe(result, phases)
 
     def phases_so_far(self) -> tuple[PhaseSpan, ...]:
-        """Phases of the steps that observers have not received yet, including the current phase up to now. May be
-        called from any thread."""
+        """Phases of the steps that were not yet reported to the functions in `observers`, including the current phase
+        up to now. May be called from any thread."""
         ended = tuple(self._ended_phases)
         return (*(span for step in ended for span in step.spans), *self._phases.so_far())
 

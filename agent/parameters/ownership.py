@@ -74,7 +74,7 @@ def _close_others(held: dict[int, weakref.ref[Owner]], first: int) -> None:
     """Closes the optimizers in `held` (see `_held_by_others`), with a warning. Raises ParameterError, before any is
     closed, if one of them is in the middle of a step or belongs to a parent process.
 
-    first: number that messages add to the indices of parameters.
+    first: number of parameters that the new optimizer has already; in messages, parameters are counted from there.
     """
     others: dict[int, tuple[Owner, list[int]]] = {}
     for index, holder in held.items():

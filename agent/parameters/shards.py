@@ -118,7 +118,8 @@ class GradientNorm(Protocol):
         """Appends parameters."""
 
     def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
-        """The sum of squares over all ranks, and whether the step must be skipped: as `NormOverRanks.total`."""
+        """The sum of squares over all ranks, and whether the step must be skipped, because elements are not finite or
+        `skip` is true on any rank. squares: by parameter, sum of squares and number of non-finite elements here."""
 
 
 class NormOverRanks:

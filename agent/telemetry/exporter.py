@@ -31,7 +31,8 @@ CONNECTION_WAIT_SECONDS: Final = 0.05
 """When all connections are in use: time that a new connection waits for another one to end before the oldest is
 closed."""
 POLL_SECONDS: Final = 0.5
-"""Poll interval of the accepting thread."""
+"""Interval at which the accepting thread checks whether the server must end; also its pause when it could not accept a
+connection."""
 
 
 class Exporter:
@@ -116,8 +117,9 @@ class _Server(ThreadingHTTPServer):
             self.server_close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. If all connections are in use, the oldest one is closed first. If none becomes free, or
-        no file descriptor is free, OSError is raised after a delay, and the new connection waits in the kernel."""
+        """Accepts a connection. If all connections are in use and none ends within CONNECTION_WAIT_SECONDS, the oldest
+        one is closed first. If none is free even then, or no file descriptor is free, OSError is raised after a delay,
+        and the new connection waits in the kernel."""
         if not self._free_connections.acquire(timeout=CONNECTION_WAIT_SECONDS):
             self._disconnect(self._oldest())
             if not self._free_connections.acquire(timeout=POLL_SECONDS):
@@ -155,8 +157,8 @@ class _Server(ThreadingHTTPServer):
             log.error("a scrape of /metrics failed", exc_info=error, extra=event("scrape_failed"))
 
     def service_actions(self) -> None:
-        """Called in every iteration of the accepting thread's loop. Counts CPU time, ends the server if the owner of
-        `answer` is garbage-collected, and closes a connection that is open for too long."""
+        """Called in every iteration of the accepting thread's loop. Counts CPU time, ends the server if the object
+        whose metrics it serves was garbage-collected, and closes a connection that is open for too long."""
         before, self._accepting = self._accepting, time.thread_time()
         self._count(self._accepting - before)
         if self.answer() is None:
@@ -176,7 +178,7 @@ class _Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _count(self, seconds: float) -> None:
-        """Adds CPU seconds to the overhead."""
+        """Adds CPU seconds of the server to the reported overhead (CPU time that Tidegate takes from training)."""
         with self._counting:
             self._overhead["exporter"] += seconds
 

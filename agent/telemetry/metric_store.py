@@ -1,4 +1,4 @@
-"""In-memory metric store of a rank: all series that /metrics shows, by family and label values."""
+"""In-memory metric store of a rank: all series that /metrics shows, by name of the metric and label values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, exemplar: Exemplar | None = None) -> None:
-        """Adds one observation."""
+        """Adds one observation. `exemplar` replaces the exemplar of its bucket; None leaves that as it is."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += 1
         self.total += value

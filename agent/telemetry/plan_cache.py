@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 from tidegate.plan import Plan
 
 RECENT_PLANS: Final = 2
-"""Number of cached plans: with alternating order, two plans take turns."""
+"""Maximum number of cached plans. Two, because updates with the knob `order=alternate` use two plans in turn."""
 
 T = TypeVar("T")
 

@@ -21,8 +21,9 @@ class RankMetrics:
 
     port: port of /metrics.
     generation: generation of the knobs in force; set from outside, when knobs are applied.
-    thread_failures: number of failures of the threads of the link to the daemon; the attachment sets it.
-    overhead: CPU seconds by part; the attachment sets those of the tuner and the link.
+    thread_failures: failures so far of the threads that communicate with the daemon; set from outside, between steps.
+    overhead: CPU seconds so far by part: "exporter", "tuner" and "link" (the threads that communicate with the daemon).
+        The values of "tuner" and "link" are set from outside, between steps.
     strict: if the port is taken, True raises ConfigError, and False uses a free port instead.
     """
 

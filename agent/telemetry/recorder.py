@@ -65,7 +65,8 @@ class Totals:
     """Prediction for the plan that ran last."""
     prediction_error: float | None = None
     gradient_arrival: GradientArrival = field(default_factory=GradientArrival)
-    """Statistics of how gradients arrived, summed over all steps that were not skipped."""
+    """Statistics of how gradients became available, for example the bytes that were copied to the host twice, and the
+    time in the backward before the first gradient. Summed over all steps that were not skipped."""
 
 
 class Recorder:
@@ -85,7 +86,7 @@ class Recorder:
         """Number of the last recorded step, as the optimizer counts."""
         self.last_step: FinishedStep | None = None
         self.cpu_seconds = 0.0
-        """CPU seconds that the training thread has used for recording, including the phase clock."""
+        """CPU seconds of the training thread for recording steps, including the measurements at phase boundaries."""
         self.metrics = MetricStore()
         """Metrics of finished steps and of the current state; guarded by `lock`."""
         self._optimizer = optimizer
@@ -144,13 +145,13 @@ class Recorder:
         return self._totals
 
     def rows(self, family: str) -> dict[Labels, float]:
-        """Values of a counter or gauge after all recorded steps, by label values."""
+        """Values of the counter or gauge named `family` after all recorded steps, by label values."""
         with self.lock:
             self.catch_up()
             return dict(self.metrics.rows(family))
 
     def seconds(self, family: str) -> dict[Labels, float]:
-        """Sums of all observations of a histogram after all recorded steps, by label values."""
+        """Sums of all observations of the histogram named `family` after all recorded steps, by label values."""
         with self.lock:
             self.catch_up()
             return {labels: histogram.total for labels, histogram in self.metrics.histograms(family).items()}

@@ -19,7 +19,7 @@ from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:
-    """The report of one step, verdict included."""
+    """The report of one step, including the verdict: a sentence with the main wait of the update and a remedy."""
     phases, result, tokens = step.phases, step.result, step.phases.logged.get("tokens")
     report = StepReport(
         step=step.number,
@@ -46,7 +46,8 @@ def report_of(step: FinishedStep) -> StepReport:
 
 
 def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> UpdateFigures:
-    """The figures of one step as input of the function `verdict`. `gradient_arrival`: how the gradients arrived."""
+    """The figures of one step from which `verdict` makes its sentence on the main wait. `gradient_arrival`: statistics
+    of how the step's gradients became available."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
         (f"{row.path}:{row.operation}", row) for row in report.paths
@@ -90,8 +91,8 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
-    """Bytes and busy time of the link between host and device, by direction, phase and content. A copy that crosses a
-    phase boundary is divided in proportion to the time."""
+    """Bytes and busy time of the link between host and device, by direction, phase and content (gradient, weight or
+    state). A copy that crosses a phase boundary is divided in proportion to the time."""
     rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
     starts = [phase.start for phase in phases]
     at: Phase = "other"

@@ -156,7 +156,8 @@ def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
 
 
 def _shares(tier_split: KnobValue, paths: Sequence[str]) -> dict[str, float]:
-    """Share of the state that each path gets. Empty if `tier_split` is `auto` or `eq1`, or all its weights are 0."""
+    """Share of the state that each path gets according to the knob. Empty if the knob does not say it: with `auto` and
+    `eq1`, which compute the shares from measured speeds, and if all weights are 0."""
     weights = {} if tier_split in (AUTO, EQ1) else weights_of(str(tier_split))
     total = sum(weights.values())
     return {path: weights.get(path, 0.0) / total for path in paths} if total else {}

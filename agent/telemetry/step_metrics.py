@@ -32,7 +32,7 @@ def add_step(
     metrics: MetricStore, step: FinishedStep, report: StepReport, predicted_seconds: Mapping[str, float]
 ) -> float | None:
     """Adds a finished step to the metrics. `predicted_seconds`: forecast of each phase. Returns the relative error of
-    the forecast of the update, |predicted - measured| / measured; None without a forecast."""
+    the forecast of the update, |predicted - measured| / measured; None without a forecast or for a skipped step."""
     _step(metrics, report)
     _links(metrics, report)
     _paths(metrics, step.paths, report)
@@ -118,7 +118,7 @@ def _by_label(values: Mapping[str, float]) -> dict[Labels, float]:
 
 def _prediction(metrics: MetricStore, report: StepReport, predicted_seconds: Mapping[str, float]) -> float | None:
     """Sets the metric with the relative error of each phase's forecast. Returns the error of the update; None without a
-    forecast."""
+    forecast. For a skipped step it changes nothing and returns None."""
     if report.skipped:
         return None
     # The part of an update that overlaps the next forward counts as update.

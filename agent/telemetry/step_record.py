@@ -41,7 +41,8 @@ class FinishedStep:
 
     @cached_property
     def gradient_arrival(self) -> GradientArrival:
-        """Statistics of how the gradients arrived in this step."""
+        """Statistics of how this step's gradients became available, for example the bytes that were copied to the host
+        twice, and the time in the backward before the first gradient."""
         return gradient_arrival_of(self.result, self.phases)
 
     @cached_property

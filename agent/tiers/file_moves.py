@@ -44,8 +44,8 @@ class StateFile:
     checksums: NDArray[np.uint32]
     step: int = -1
     linked_header: Header | None = None
-    """Header of the file if a checkpoint links or holds the file; such a file must not be written to again. None
-    otherwise."""
+    """Header of the file if a checkpoint uses the file, as a hard link or as an open descriptor. Such a file must not
+    be written to again. None if no checkpoint uses it."""
 
     @property
     def data_bytes(self) -> int:
@@ -75,12 +75,13 @@ class FileMover:
 
     def read(self, file: StateFile, address: int, begun: Callable[[], None]) -> Transfer:
         """Reads the state of `file` into memory at `address` and verifies it. PathFailed, BlockDamaged or DataTruncated
-        when it cannot be read. `begun`: see `StoragePath.read`."""
+        when it cannot be read. `begun`: called when all blocks are queued, and again at each retry."""
         return self._move("read", file, address, file.step, begun)
 
     def write(self, file: StateFile, address: int, step: int, begun: Callable[[], None]) -> Transfer:
         """Writes the state at `address`, the state after update number `step`, to stable storage. PathFailed or
-        PathFull when that fails; the previous content of the file is then lost. `begun`: see `StoragePath.read`."""
+        PathFull when that fails; the previous content of the file is then lost. `begun`: called when all blocks are
+        queued, and again at each retry."""
         return self._move("write", file, address, step, begun)
 
     def _move(
@@ -116,8 +117,8 @@ class FileMover:
         return self.counters.count(operation, moved)
 
     def _transfer(self, operation: Operation, file: StateFile, address: int, begun: Callable[[], None]) -> IoTicket:
-        """Runs one transfer and returns its ticket when it has ended. If an exception is raised, the transfer has ended
-        too: the kernel no longer uses the memory."""
+        """Runs one transfer and returns when it has ended. The returned ticket has its times and says whether it
+        succeeded. If an exception is raised, the transfer has ended too: the kernel no longer uses the memory."""
         where = header_bytes(len(file.checksums))
         begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
         with DelayInterrupt():  # outside a lane

@@ -119,16 +119,14 @@ class StoragePath:
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
-        """Opens the path and creates its scratch directory. PathUnusable, PathFull or ScratchTaken when the path cannot
-        be used."""
+        """Opens the path and creates its scratch directory. PathUnusable, PathFull or ScratchTaken when that fails."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
         self._run_id = run_id
         self._files: dict[int, StateFile] = {}
         self._spares: dict[int, StateFile] = {}
-        """Spare file of each subgroup. The next flush writes to it if a checkpoint holds the subgroup's present
-        file."""
+        """Spare file of each subgroup. The next flush writes to it if a checkpoint uses the present file."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
             locks = None
@@ -256,7 +254,7 @@ class StoragePath:
 
     def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Writes the state at `address`, the state after update number `step`. PathFailed or PathFull when that fails;
-        the previous content of the file is then lost. `begun`: see `read`.
+        the previous content of the file is then lost. `begun`: called when all blocks are queued, and at each retry.
 
         A file without direct I/O goes through the page cache, which reports a write error only later, when the state
         may have left memory. So such a file is synchronised after each write: when this method returns, the data are on
@@ -274,7 +272,8 @@ class StoragePath:
 
     def _spare_for(self, file: StateFile) -> StateFile:
         """Returns the spare file that replaces `file` at the next write, and creates one if the subgroup has none.
-        Saving a checkpoint creates the spare files, except those that another rank's kept checkpoint still uses."""
+        Saving a checkpoint creates spare files, or takes files of an older checkpoint that it replaces. If saving
+        fails, for example on another rank, the older checkpoint keeps its files, and spare files are missing here."""
         subgroup = file.kind.subgroup
         if subgroup not in self._spares:
             self._spares[subgroup] = self._new_file(file.kind)
@@ -283,7 +282,8 @@ class StoragePath:
     # ---- checkpoints
 
     def linkable_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
-        """Bytes of the file that `hard_link` would link to the file system `device`; None when it cannot be linked."""
+        """Size in bytes of the file that `hard_link` would link to the file system `device`. None when it cannot be
+        linked, or when an earlier checkpoint uses it with another checksum of the weights in its header."""
         file = self._files[subgroup]
         if file.step < 0 or os.fstat(file.fd).st_dev != device:
             return None
@@ -292,9 +292,9 @@ class StoragePath:
         return os.fstat(file.fd).st_size
 
     def hard_link(self, subgroup: int, weights_checksum: int, target: str | os.PathLike[str]) -> bool:
-        """Hard-links the subgroup's file, with its header, to `target`. Later flushes of the subgroup write to the
-        spare file. The link is durable only after fsync. Returns False, and creates no link, if the file system refuses
-        it. Call this method only if `linkable_bytes` returned a size."""
+        """Writes the file's header, with the checksum of the weights, and hard-links the file to `target`. Later
+        flushes of the subgroup write to the spare file. The link is durable only after fsync. Returns False, and
+        creates no link, if the file system refuses it. Call this method only if `linkable_bytes` returned a size."""
         file = self._files[subgroup]
         self._freeze(file, self._header(file, weights_checksum))
         try:
@@ -306,8 +306,8 @@ class StoragePath:
         return True
 
     def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
-        """Returns a second descriptor of the file with the stored state, from which a checkpoint can read it later.
-        Later flushes of the subgroup write to the spare file. The state must have been written at least once."""
+        """Returns a second descriptor of the file, from which a checkpoint can read the state later, and its header
+        with this checksum of the weights. Later flushes use the spare file. Call it only for state that was written."""
         file = self._files[subgroup]
         header = self._header(file, weights_checksum)
         if file.linked_header is None:

@@ -37,8 +37,8 @@ FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 5.0
 SHORT_RETRY_SECONDS: Final = 2.0
 SHORT_TIMEOUT_SECONDS: Final = 10.0
-"""Limits in seconds for requests that must not block for long (first contact, leases, deletion): how long a request is
-retried, and the timeout of each attempt."""
+"""Maximum timeout in seconds for each attempt of a request that must not block for long (first contact, leases,
+deletion). Such a request is retried for at most SHORT_RETRY_SECONDS."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n<]*)")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")

@@ -62,7 +62,8 @@ class ObjectPath:
     """
 
     def __init__(self, name: str, settings: ObjectSettings, run: str, rank: int) -> None:
-        """Opens the path and writes its lease. ConfigError or PathUnusable when the path cannot be used."""
+        """Opens the path and writes its lease, an object that tells other machines that this rank is alive. ConfigError
+        or PathUnusable when the path cannot be used."""
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
@@ -157,7 +158,7 @@ class ObjectPath:
 
     def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Writes the state at `address`, the state after update number `step`. PathFailed when that fails; the state
-        written before is then still stored. `begun`: see `read`."""
+        written before is then still stored. `begun`: called when all blocks of this transfer are queued."""
         state = self._states[subgroup]
         fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
         stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)
@@ -171,7 +172,7 @@ class ObjectPath:
         return moved
 
     def _new(self, name: str, nbytes: int) -> StoredBlocks:
-        """Creates unique keys for `nbytes` of state. No object is written yet."""
+        """Creates unique keys for `nbytes` of state, in a folder `<name>-<number>`. No object is written yet."""
         checksums = np.zeros(num_blocks(nbytes, self.settings.block_bytes), np.uint32)
         stored = StoredBlocks(f"{self._scratch.folder}/{name}-{next(self._numbers)}", checksums)
         self._stored_keys.update(stored.keys)

@@ -46,7 +46,7 @@ OWNER_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ObjectOwner:
-    """Process that a scratch prefix belongs to: the content of its lease."""
+    """Process that a scratch prefix belongs to, as stored in the lease of the prefix, the object `owner.json`."""
 
     host: str
     boot_id: str
@@ -84,7 +84,8 @@ class ObjectLeftover:
 
 
 class ObjectScratch:
-    """Scratch prefix of one rank. A thread renews its lease while the process lives."""
+    """Scratch prefix of one rank. While the process lives, a thread renews the lease: it writes the object `owner.json`
+    again, whose age tells other machines whether the rank is alive."""
 
     def __init__(self, settings: ObjectSettings, client: Client, run: str, rank: int) -> None:
         """Writes the first lease and starts the thread that renews it. RequestFailed when the lease cannot be
@@ -104,7 +105,7 @@ class ObjectScratch:
         self._thread.start()
 
     def _renew(self) -> None:
-        """Writes the lease."""
+        """Writes the lease, which also resets its age to 0."""
         self._client.put(f"{self.folder}/{OWNER_FILE}", json.dumps(asdict(self.owner), indent=1).encode())
 
     def _renew_repeatedly(self) -> None:
@@ -209,7 +210,8 @@ def _parse(text: bytes) -> ObjectOwner | None:
 
 
 def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
-    """Whether the owner is alive, decided as in the docstring of this module."""
+    """Whether the owner is alive. Where its process would be visible (this boot of this machine, this namespace of
+    process ids), the process decides, elsewhere the age of the lease. "unknown" if neither is certain."""
     if owner is None:
         return "unknown"
     if (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):

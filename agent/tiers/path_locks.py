@@ -85,7 +85,7 @@ def locked_by_other(fd: int, byte: int) -> bool:
 
 
 def _pass_turnstile(fd: int) -> None:
-    """Blocks until this process has locked the turnstile (see the docstring of this module)."""
+    """Blocks until this process has locked the turnstile: the byte of the file that orders waiting processes."""
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX, 1, TURNSTILE)
@@ -172,8 +172,8 @@ class _LockFile:
         return self.turn != turn
 
     def leave(self) -> None:
-        """Releases the lock for the calling thread. When no other thread of this process holds it, the slot is
-        released."""
+        """Releases the lock for the calling thread. When no other thread of this process holds it, another process can
+        get it: the slot (the locked byte of the lock file) is released."""
         with self.lock:
             self.inside -= 1
             if not self.inside:
@@ -186,7 +186,7 @@ class _LockFile:
 
     def _try_enter(self) -> bool:
         """Acquires the lock if that needs no wait: other threads of this process hold it and no other process waits, or
-        the turnstile and a slot are free."""
+        fewer than `slots` processes hold it and none waits. False if a wait is needed."""
         if self.inside:
             assert self.fd is not None
             if self.waiting or locked_by_other(self.fd, TURNSTILE):
@@ -205,13 +205,15 @@ class _LockFile:
         return True
 
     def _try_slots(self, fd: int) -> int | None:
-        """Locks the first free slot and returns its byte; None when all are taken."""
+        """Locks the first free slot and returns its byte; None when all are taken. The slots are bytes of the lock
+        file, one for each process that may hold the lock at the same time."""
         return next((slot for slot in range(FIRST_SLOT, FIRST_SLOT + self.slots) if try_lock(fd, slot)), None)
 
     def _queue_for_process(self) -> None:
-        """Body of the queue thread, which acquires the turnstile and then a slot for this process. A separate thread is
-        used because a blocked lock call cannot be cancelled. If no thread waits any longer when the turnstile is
-        acquired, the turnstile is released at once. The queue thread ends when no thread of the process waits."""
+        """Body of the queue thread, which acquires the lock for this process: first the turnstile (the byte that orders
+        waiting processes), then a slot. It is a separate thread because a blocked lock call cannot be cancelled. If no
+        thread waits any longer when the turnstile is acquired, the turnstile is released at once. The queue thread ends
+        when no thread of the process waits."""
         me = threading.current_thread()
         try:
             while self._has_waiters():
@@ -237,8 +239,8 @@ class _LockFile:
             return False
 
     def _take_turn(self, fd: int) -> None:
-        """Polls for a free slot while holding the turnstile. Ends when it has locked a slot, or no thread of this
-        process waits any longer."""
+        """Polls until one of the slots (bytes of the lock file) is free, and locks it. The caller holds the turnstile,
+        so no other process polls. Ends without a slot when no thread of this process waits any longer."""
         pause = POLL_SECONDS[0]
         while True:
             with self.lock:
@@ -348,8 +350,8 @@ def locks_of_path(name: str, key: str, slots: int) -> TierLocks | None:
 
 
 def _shared_file(path: Path, slots: int) -> _LockFile:
-    """The process's only `_LockFile` for `path`. The file is opened and locked once here for a test, so that problems
-    appear at the start of the run."""
+    """The process's only `_LockFile` for `path`. The file is opened here, and its lock is queried as a test, so that
+    problems appear at the start of the run."""
     with _files_lock:
         file = _files.setdefault(str(path), _LockFile(path, slots))
         with file.lock:

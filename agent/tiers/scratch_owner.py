@@ -110,7 +110,8 @@ def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | Non
 
 
 def _liveness(fd: int, owner: Owner | None) -> Alive:
-    """Whether the owner is alive, decided as in the docstring of this module."""
+    """Whether the owner is alive. Where its process would be visible (this boot of this machine, this namespace of
+    process ids), the process decides, elsewhere the age of the lease. "unknown" if neither is certain."""
     try:
         if locked_by_other(fd, 0):
             return "yes"

@@ -159,7 +159,7 @@ class TierStore:
 
     def fetch(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Reads the subgroup's state into memory at `address`. StateLost when it cannot be read: there is no other
-        copy. `begun`: see `StoragePath.read`."""
+        copy. `begun`: called when all blocks are queued, and again at each retry."""
         try:
             return self.paths[path].read(subgroup, address, begun)
         except (PathFailed, BlockDamaged, DataTruncated) as error:
@@ -170,7 +170,7 @@ class TierStore:
 
     def flush(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Writes the subgroup's state to `path`. If that fails permanently, the path is retired, and the state is
-        written to another path; `flushed_to` returns its name. `begun`: see `StoragePath.read`.
+        written to another path; `flushed_to` returns its name. `begun`: called when all blocks for `path` are queued.
 
         NoPathLeft when no path accepts the state: then the only copy is at `address`.
         """

@@ -35,7 +35,8 @@ class Settings(BaseModel):
     port: int = Field(default=8790, ge=0, le=65_535)
     """Port to listen on; 0 chooses a free port."""
     advertise_address: str | None = None
-    """Name or address by which other machines reach this daemon."""
+    """Name or address by which other machines reach this daemon. It is accepted in the Host header, and a TLS
+    certificate must be valid for it. None: clients use this machine's own names."""
     allowed_hosts: tuple[str, ...] = ()
     """Accepted values of the Host header in addition to the daemon's own names. `*.example.com` accepts all names below
     `example.com`, `*` accepts any name."""
@@ -53,7 +54,8 @@ class Settings(BaseModel):
     lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
     """A rank is live until this time after its last message, stale until three times this time, and then lost."""
     proposal_seconds: float = Field(default=5.0, gt=0)
-    """A proposed generation is aborted when not all ranks have voted within this time."""
+    """Time limit for the ranks to answer whether they can apply a proposed generation. If an answer is missing then,
+    the generation is aborted."""
     keep_reports_seconds: float = Field(default=7 * 86_400.0, gt=0)
     """Seconds for which a reported step is kept. Older steps are not served and are deleted, except for the last step
     of each rank. At most the newest 256 steps of each rank are kept."""
@@ -107,7 +109,8 @@ class Settings(BaseModel):
 
     @property
     def home(self) -> Path:
-        """The folder of the state: `state_dir`, or the daemon's own folder in it (see `state_directory.prepare`)."""
+        """The folder of the state: the daemon's own folder inside `state_dir` if there is one, else `state_dir` itself.
+        The own folder is created at start if `state_dir` is not private to this user."""
         return home_of(self.state_dir)
 
     @property

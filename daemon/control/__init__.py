@@ -1,1 +1,2 @@
-"""Control: knob generations of each run (proposal, vote, commit), liveness of ranks, trials, alerts and retention."""
+"""Control: knob generations of each run (proposal, answers of the ranks, commit), trials of new knobs (canaries),
+liveness of ranks, alerts and retention."""

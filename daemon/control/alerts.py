@@ -21,11 +21,11 @@ from tidegate.wire.alert import SEVERITIES, AlertState, AlertView
 from tidegate.wire.base import KnobChanges
 
 FIRING_KEPT: Final = 200
-"""Firing alerts of one token in one run, at most."""
+"""Maximum number of firing alerts that are kept for one token in one run."""
 RESOLVED_KEPT: Final = 50
-"""Resolved alerts of one token in one run, at most."""
+"""Maximum number of resolved alerts that are kept for one token in one run."""
 KEPT_OF_A_TOKEN: Final = 5_000
-"""Firing alerts of one token in all runs, at most. For its resolved alerts the limit is the same."""
+"""Maximum number of alerts that are kept for one token in all runs, for firing and for resolved alerts each."""
 RESOLVED_SECONDS: Final = 7 * 86_400.0
 """A resolved alert is kept for this time after the daemon last received it."""
 _LABEL: Final = "label_"
@@ -54,7 +54,8 @@ class AlertRegistry:
         self._store = store
         self._wall = wall
         self._known = {alert.key: alert for alert in store.alerts.all()}
-        """Known alerts by run and fingerprint. Changed alerts are moved to the end."""
+        """Known alerts by run and fingerprint. Changed alerts are moved to the end: if there are too many equally
+        important alerts, those at the beginning are kept."""
 
     def of(self, run: str, state: AlertState | None = None) -> list[AlertView]:
         """The alerts of a run, most severe first; with `state`, only the alerts in this state."""

@@ -13,11 +13,12 @@ AUDITED: Final = frozenset(
     {"proposed", "committed", "refused", "aborted", "superseded", "applied", "promoted", "condemned", "canary_ended"}
 )
 MAX_TEXT: Final = 2_000
-"""Characters of a reason or an effect; longer texts are cut."""
+"""Maximum number of characters of a reason or an effect; longer texts are cut."""
 
 
 def decision_note(run: str, before: ControlState, decision: Decision, at: float) -> AuditNote:
-    """The audit row of one decision about a generation."""
+    """The audit row of one decision about a generation, for example that it was proposed, committed or refused.
+    `before`: state with the knobs that were in force before. `at`: seconds since the epoch."""
     made = decision.generation
     effect = made.outcome
     if decision.kind == "applied":
@@ -29,10 +30,10 @@ def decision_note(run: str, before: ControlState, decision: Decision, at: float)
 
 
 def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:
-    """The audit row of a takeover, as a list; empty if `hello` is not a takeover.
+    """The audit row of a takeover, as a list; empty if `hello`, the message that registers an agent, is no takeover.
 
-    In a takeover, the agent of `hello` takes the rank from the agent of `held` (None: nobody holds the rank), whose
-    process has ended without signing off.
+    In a takeover, this agent takes the rank from the agent of `held` (None: nobody holds the rank), whose process has
+    ended without signing off.
     """
     if held is None or held.agent != hello.replaces or hello.process == held.process is not None:
         return []

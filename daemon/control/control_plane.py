@@ -147,7 +147,7 @@ class ControlPlane:
         return self._lease(run, member)
 
     def vote(self, agent: str, vote: Vote) -> None:
-        """Takes a rank's vote on a generation."""
+        """Takes a rank's vote on a proposed generation: whether the rank can run with its knobs."""
         run, member = self.registry.member(agent)
         self._ranks.mark_live(run, member)
         self._events.apply(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
@@ -262,7 +262,8 @@ class ControlPlane:
             run.directive_notifier.notify_all()
 
     def save_all(self) -> None:
-        """Stores everything that can be stored, even if a part fails; raises the error at the end."""
+        """Stores, at the shutdown, the present data of all ranks and the buffered steps. If a part fails, the other
+        parts are still stored, and the error is raised at the end."""
         with ExitStack() as stack:
             for run in self.registry.runs.values():
                 stack.callback(
@@ -299,9 +300,10 @@ class ControlPlane:
     def _reset(
         self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
     ) -> None:
-        """Makes the start-up settings of the rank the knobs of the run.
+        """Makes the start-up settings of the rank the knobs of the run: the agent registered with `reset_knobs`.
 
-        They are stored in one transaction with the rank (`seated`), so that the agent can repeat a failed hello.
+        They are stored in one transaction with the rank (`seated`): if that fails, nothing has changed, and the agent
+        can register again.
         """
         now, others = self._clock.wall(), run.control.present - {hello.rank}
         paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)

@@ -11,7 +11,7 @@ from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
 
 
 class EffectMeter:
-    """Measures, stores and publishes effects."""
+    """Measures how a change of knobs changed the update time; stores the result and publishes it as an event."""
 
     def __init__(self, events: EventApplier, clock: Clocks) -> None:
         self._events = events

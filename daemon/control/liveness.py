@@ -8,12 +8,13 @@ from typing import Final
 from tidegate.wire.base import Liveness
 
 STALE_LEASES: Final = 3
-"""A rank without a message for this many leases is lost."""
+"""A rank is lost if its last message is more than this number of lease durations ago."""
 _WORST_FIRST: Final[tuple[Liveness, ...]] = ("lost", "stale", "live")
 
 
 def liveness(silent_seconds: float, lease_seconds: float) -> Liveness:
-    """The liveness of a rank: live while its lease lasts, stale for up to three leases, then lost."""
+    """The liveness of a rank: live until `lease_seconds` after its last message, then stale, and lost after
+    `STALE_LEASES` times `lease_seconds` (counted from the last message, too)."""
     if silent_seconds <= lease_seconds:
         return "live"
     return "stale" if silent_seconds <= STALE_LEASES * lease_seconds else "lost"

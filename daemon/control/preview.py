@@ -56,7 +56,8 @@ class PredictionInputs:
 
     @property
     def unknown_policy(self) -> str:
-        """The reason why the model cannot predict the run's policy, as a sentence; empty where it can."""
+        """Why the model cannot predict this run, as a sentence; empty where it can. It can if the run's policy (how its
+        plan orders the ops) is `interleaved`."""
         policy = self.hello.policy
         known = policy == "interleaved"
         return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {policy}."
@@ -76,8 +77,8 @@ class PredictionInputs:
         )
 
     def predict(self, knobs: Knobs) -> PredictedUpdate | None:
-        """The predicted update with these knobs; None if a rate that they need was never measured, or the model does
-        not support the run's policy."""
+        """The predicted update with these knobs; None if a rate or a value for `auto` that it needs is not known, or if
+        the run's policy (how its plan orders the ops) is not `interleaved`."""
         wanted = self.numbers(knobs) if not self.unknown_policy else None
         if wanted is None:
             return None
@@ -284,9 +285,10 @@ def _static_ratios(inputs: PredictionInputs, now: EffectiveKnobs) -> tuple[float
 
 
 def _fits(inputs: PredictionInputs, now: EffectiveKnobs, then: EffectiveKnobs) -> bool:
-    """Whether resident subgroups and staging slots fit in the free device memory; True if that is unknown.
+    """Whether the device memory that the knobs `then` need in addition to `now` is free; True if that is unknown.
 
-    The rank may still refuse.
+    It counts resident subgroups and staging slots (device buffers for the state of other subgroups during their
+    update). The rank may still refuse.
     """
     free = inputs.device_free_bytes
     if free is None:

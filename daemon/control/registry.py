@@ -79,7 +79,8 @@ class RunRegistry:
         """Checks that the agent can hold the rank. Raises a 409 problem if another live agent holds the rank, or if
         this agent already holds another rank.
 
-        The agent that `hello.replaces` names has ended, so a rank that it holds is free.
+        `hello` is the message with which the agent registers. An agent that it names in `replaces` has ended, so the
+        rank of that agent is free.
         """
         self._check_damaged(hello.run)
         run = self.runs.get(hello.run)

@@ -30,10 +30,10 @@ RUNS_OF_A_TOKEN: Final = 2_000
 RANKS_OF_A_TOKEN: Final = 20_000
 """Ranks of one token in running runs, at most."""
 GONE_RANKS_KEPT: Final = 64
-"""Lost or finished ranks whose newest steps are still in memory."""
+"""Maximum number of lost or finished ranks whose newest steps stay in memory."""
 LAST_STEPS_KEPT: Final = 4_096
-"""Lost or finished ranks whose last step is still in memory. The last step of other ranks is read from the store when
-their run is requested."""
+"""Maximum number of lost or finished ranks whose last step stays in memory. The last step of other ranks is read from
+the store when their run is requested."""
 STEPS_BYTES_OF_A_TOKEN: Final = 384 << 20
 """Limit of the estimated memory in bytes of the steps of one token's ranks. It is enough for the complete last step of
 each of 512 ranks with 64 paths."""

@@ -23,7 +23,7 @@ from tidegate.wire.step import StepReport
 RECENT_STEPS: Final = 20
 """Number of complete step reports in memory for each rank. Older steps have only the figures in `StepWindow`."""
 EVENTS_KEPT: Final = 1_000
-"""Events in memory of each run."""
+"""Maximum number of events of each run in memory: the newest ones."""
 WOKEN_AT_ONCE: Final = 16
 """Number of waiting requests that are woken in one batch."""
 BATCH_PAUSE_SECONDS: Final = 0.008
@@ -116,7 +116,7 @@ class Member:
     timelines: Timelines = field(default_factory=Timelines)
     recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     recent_bytes: int = 0
-    """Estimated memory of `recent`, which only `set_recent` and `add` change."""
+    """Estimated memory of the steps in `recent`. Only `set_recent` and `add` may change `recent`: they update this."""
     window: StepWindow = field(default_factory=StepWindow)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
@@ -200,8 +200,8 @@ class Run:
     event_notifier: Notifier = field(default_factory=Notifier)
     """Notified on every event."""
     directive_notifier: Notifier = field(default_factory=Notifier)
-    """Notified when the directive for the ranks changes. It is separate from `event_notifier`, which is
-    notified at every report and would wake all waiting ranks."""
+    """Notified when the directive changes: the committed knobs, and the proposal that ranks are to vote on. It is
+    separate from `event_notifier`, which is notified at every report and would wake all waiting ranks."""
     _lead_and_paths_cache: tuple[int, tuple[str, ...]] = (-1, ())
     _cached_for: frozenset[int] | None = None
     """The present ranks for which `_lead_and_paths_cache` was computed; None: it must be computed again."""
@@ -234,7 +234,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the run's last start; 0 before the first hello."""
+        """Number of ranks of the run's last start; 0 before the first rank has registered."""
         newest = max(self.members.values(), key=lambda member: member.hello.started_at, default=None)
         return newest.hello.world_size if newest else 0
 

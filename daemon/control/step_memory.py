@@ -12,13 +12,14 @@ _STEP_BYTES: Final = 3_000
 _ROW_BYTES: Final = 1_000
 _STATE_BYTES: Final = 3_000
 _ENTRY_BYTES: Final = 400
-"""Estimated bytes of a dictionary entry of a step. This and the three constants above (a step, a row, a path's state)
-are measured sizes, rounded up. Rows whose texts all have the largest allowed length take twice the estimate."""
+"""Estimated bytes of a dictionary entry in a step report. The three constants above are for the report itself, for a
+row (an entry of its stalls, links or paths), and for the state of a path. All are measured sizes, rounded up. Rows
+whose texts all have the largest allowed length take twice the estimate."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def memory_of(step: StepReport) -> int:
-    """An estimate of the memory that the step takes, in bytes, computed without reading its rows."""
+    """An estimate of the memory that the step report takes, in bytes. It counts the parts, and does not read them."""
     seconds = len(step.phase_seconds) + len(step.exposed_seconds) + len(step.cpu_seconds)
     nbytes = len(step.device_memory_peak_bytes) + len(step.host_memory_bytes)
     return (
@@ -32,8 +33,9 @@ def memory_of(step: StepReport) -> int:
 def fit_into_memory(reported: Iterable[StepReport], max_bytes: int) -> list[StepReport]:
     """The steps of a rank, oldest first, reduced to at most `max_bytes` of memory; all of them if they fit.
 
-    Otherwise the newest step is complete, or without its rows if it does not fit. In the steps before it, rows are
-    summed as in `step_totals`, and the oldest steps are left out.
+    Otherwise the newest step is complete, or without its rows (stalls, links, paths) if it does not fit. Of the rows of
+    the steps before it, only sums of bytes stay: for each link direction, and for each path and operation. If that does
+    not suffice, the oldest steps are left out.
     """
     steps = list(reported)
     if not steps or sum(map(memory_of, steps)) <= max_bytes:

@@ -43,7 +43,7 @@ class Turns:
 
         While another process holds the database's write lock, `decide` is called again for up to `WAIT_SECONDS`, with
         turns of other callers in between. So `decide` must change nothing if its first write fails. After a wait
-        without success, later turns do not wait until one has obtained the lock.
+        without success, each later turn tries only once, until one of them has obtained the lock.
         """
         timeout, deadline = self._store.lock_timeout, time.monotonic() + WAIT_SECONDS
         while True:

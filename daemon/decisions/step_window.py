@@ -10,10 +10,10 @@ from typing import Final, NamedTuple, Self
 from tidegate.wire.step import StepReport
 
 STEPS_KEPT: Final = 256
-"""Steps kept of each rank, here and in the database."""
+"""Maximum number of steps that are kept of each rank (the newest), here and, after each clean-up, in the database."""
 PHASES: Final = ("forward", "backward", "update")
 _WIDTH: Final = 5
-"""Numbers that are stored for each step."""
+"""How many numbers are stored for each step."""
 
 
 class StepFigures(NamedTuple):

@@ -38,7 +38,8 @@ class WaitQuery(BaseModel):
 
 
 class DirectiveQuery(WaitQuery):
-    """Query for a directive: the generations that the agent knows already, and the longest wait."""
+    """Query for a directive: the newest committed and proposed generations that the agent knows (-1 or None: none), and
+    the longest wait in seconds."""
 
     committed: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     proposed: Annotated[int | None, Field(ge=-1, lt=2**63)] = None
@@ -82,8 +83,9 @@ async def report(plane: Plane, agent: OwnAgent, message: AgentReport) -> Lease:
 async def directive(
     plane: Plane, agent: OwnAgent, token: OwnToken, message: Annotated[DirectiveQuery, Query()]
 ) -> Directive:
-    """Long poll for the rank's directive: returns at once if it is newer than what the caller knows, else after at most
-    `wait` seconds. 401 when the token expires or is withdrawn during the wait."""
+    """Long poll for the rank's directive: the committed knobs, and a proposal on which the rank is to vote. Returns as
+    soon as one of them is newer than what the caller knows, at the latest after `wait` seconds. 401 when the token
+    expires or is withdrawn during the wait."""
     deadline, seen = time.monotonic() + message.wait, -1 if message.proposed is None else message.proposed
     while True:
         run, member = plane.registry.member(agent)

@@ -24,9 +24,9 @@ from tidegate.daemon.security.scopes import RouteMatch
 
 
 class FastRoute(APIRoute):
-    """A route whose endpoint takes `plane`, `agent`, `token` and models only, and returns a model.
+    """A route whose endpoint takes `plane`, `agent`, `token` and pydantic models only, and returns a pydantic model.
 
-    An annotated model is read from the query, the other model (at most one) from the body.
+    A model whose type is `Annotated` is read from the query, the other model (at most one) from the body.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
@@ -57,9 +57,10 @@ class FastRoute(APIRoute):
         await response(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> dict[str, BaseModel]:
-        """The models of the query and the body. RequestValidationError if they are invalid, in FastAPI's form.
+        """The pydantic models from the query and the body, by parameter name of the endpoint.
 
-        `SecurityMiddleware` gives the body in one message.
+        Raises RequestValidationError, as FastAPI does, if they are invalid. One call of `receive` gives the whole body,
+        because `SecurityMiddleware` has read it before.
         """
         models, place = dict[str, BaseModel](), "query"
         try:

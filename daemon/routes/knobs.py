@@ -34,7 +34,8 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 @router.get("/knobs", dependencies=[READ], response_model=KnobsView)
 async def knobs(plane: Plane, run: str) -> Response:
     """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match. The answer has at
-    most 48 MiB. Where it would be larger, ranks come without `effective`, and `refused` is cut to 40 characters."""
+    most 48 MiB. Where it would be larger, ranks come without `effective`; if that does not suffice, `refused` is cut to
+    40 characters; at last the ranks are left out."""
     found = plane.registry.run(run)
     answer = bounded_knobs(serializers.knobs_view(found, plane.registry.states(found)))
     return Response(answer, media_type="application/json", headers={"ETag": f'"{found.control.newest}"'})

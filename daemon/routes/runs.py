@@ -32,7 +32,8 @@ async def runs(plane: Plane, who: RequestCaller) -> Response:
 
 @router.get("/{run}", dependencies=[READ], response_model=RunView)
 async def one(plane: Plane, run: str) -> Response:
-    """One run and its ranks, limited to 48 MiB in the same way as the list of runs."""
+    """One run and its ranks. The answer has at most 48 MiB. Where it would be larger, it comes without `last_step`,
+    `effective` and `totals`; if that does not suffice, without ranks."""
     found = plane.registry.run(run)
     await plane.load_last_steps(found)
     answers = bounded_runs([serializers.run_view(found, plane.registry.states(found))])

@@ -12,7 +12,7 @@ from typing import Final
 REFILL_SECONDS: Final = 3.0
 """A bucket gains one allowed failure in this time."""
 MAX_KEYS: Final = 10_000
-"""Buckets in memory; the least recently used bucket is dropped."""
+"""Maximum number of buckets in memory; above it, the least recently used bucket is deleted."""
 
 
 @dataclass(slots=True)

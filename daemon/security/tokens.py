@@ -102,7 +102,7 @@ class Tokens:
                 del self._waiting[token]
 
     def check_waiting(self) -> None:
-        """Checks each token with which a request waits once, and wakes the requests of those that have ended."""
+        """Checks all tokens of waiting requests, and wakes the requests whose token is not valid any more."""
         for token, on_ends in tuple(self._waiting.items()):
             if not self.is_valid(token):
                 for on_end in tuple(on_ends.values()):

@@ -133,7 +133,8 @@ class Protocol(PipelinedProtocol):
             self.transport.abort()
 
     def _answer(self, answer: Response) -> None:
-        """Sends the response and closes the connection; only closes it if another response has begun or is prepared."""
+        """Sends the response and closes the connection. If another response has begun or is prepared, it only closes
+        the connection and sends nothing."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or not cycle.more_body or self.pipeline:

@@ -28,8 +28,8 @@ class LockTimeout:
 
     seconds: float = BUSY_SECONDS
     gave_up: bool = False
-    """Whether a transaction has waited for the lock without success. If so, later transactions do not wait, until one
-    has obtained the lock."""
+    """Whether a transaction has waited for the lock without success. If so, each later transaction tries only once,
+    without a wait; the first one that obtains the lock sets this to False."""
     at_once: bool = False
     """Whether the next transaction begins without waiting for the lock."""
 

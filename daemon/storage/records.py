@@ -51,7 +51,7 @@ class AuditNote:
 
 
 class LastReport(Message):
-    """The fields of `Member.last_report`, in the form in which the database stores them."""
+    """The fields of an agent's newest report that belong to no step (`Member.last_report`), as they are stored."""
 
     phase: Label = "other"
     effective: KnobChanges = Field(default_factory=dict)

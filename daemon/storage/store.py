@@ -90,7 +90,7 @@ class Store:
         return self._engine
 
     def use_short_timeout(self) -> None:
-        """From now on a change waits for the write lock for `WAIT_SECONDS` at most, because a client waits for it."""
+        """Makes later changes wait for the write lock only for up to `WAIT_SECONDS`: a client waits for each change."""
         self.lock_timeout.seconds = WAIT_SECONDS
 
     def _check_file(self, connection: Connection) -> None:

@@ -1,4 +1,5 @@
-"""The ASGI application that `streamlit run` serves: the pages of `main.py` and the sign-in routes, behind the guard."""
+"""The ASGI application that `streamlit run` serves: the pages of `main.py` and the sign-in routes. Each request is
+first checked by `RequestGuard`."""
 
 from pathlib import Path
 

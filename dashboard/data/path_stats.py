@@ -23,7 +23,8 @@ class PathUse:
 
 @dataclass(frozen=True, kw_only=True)
 class PathFigures:
-    """One path: its subgroups, transfers and free space. Lock waits and errors are sums since the run began."""
+    """One path: its subgroups, transfers and free space. `lock_wait_seconds` (waits for other processes of this node
+    that use the path) and `errors` are sums since the run began."""
 
     name: str
     subgroups: int

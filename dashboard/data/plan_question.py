@@ -21,8 +21,8 @@ KEPT: Final = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The form's fields. Sizes are in GB (10⁹ bytes), speeds in GB/s. gpu_memory 0: the memory of this kind of GPU.
-    paths: one line for each path."""
+    """The form's fields. Sizes are in GB (10⁹ bytes), speeds in GB/s. gpu_memory: memory of each GPU; 0: as much as the
+    kind of GPU named in `gpu` has. paths: one line for each path."""
 
     model: str = "llama-70b"
     gpu: str = "a100-80"

@@ -34,7 +34,7 @@ class StepSummary:
     grad_norm: float | None
     skipped: int
     skipped_lately: int = 0
-    """Skipped steps among the newest `steps`."""
+    """Number of steps among the newest `steps` whose update was skipped, because a gradient was not finite."""
 
     @property
     def step_count_text(self) -> str:

@@ -93,7 +93,8 @@ def short(values: Iterable[float]) -> list[float]:
 
 
 def hatched(color: str) -> dict[str, object]:
-    """The marker of a stall: stripes of `color` on a tint that is visible in the light and the dark theme."""
+    """Plotly's `marker` (fill and outline) for the bar of a stall: stripes of `color` on grey that is visible in the
+    light and the dark theme."""
     return {
         "color": "rgba(128,128,128,0.18)",
         "line": {"color": color, "width": 1},

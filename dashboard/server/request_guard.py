@@ -1,7 +1,8 @@
 """Request guard of the live view: checks Host, Origin and session of every request, and sets the security headers.
 
 A page of another site can make a browser send requests to the live view. With DNS rebinding it can even use its own
-host name for them. A browser without a session gets the sign-in page only, and no WebSocket, which carries all data.
+host name for them. A browser without a session gets the sign-in page only, and no WebSocket, which carries all data;
+but if the live view is public (`PUBLIC_VARIABLE`), no session is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FREE: Final = (HEALTH_PATH, OPEN_PATH, SIGN_IN_PATH, "/favicon.png", "/favicon.i
 STATIC: Final = "/static/"
 """Path of Streamlit's own static files, which contain no data."""
 POLICY_VIOLATION: Final = 1008
-"""WebSocket close code."""
+"""WebSocket close code that a browser gets when its session has ended."""
 _NO_SESSION: Final = "This needs a session: open the live view in a browser, or see `tidegate dashboard --link`."
 _INLINE: Final = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
@@ -90,7 +91,7 @@ class RequestGuard:
 
 
 def may_pass(connection: HTTPConnection) -> bool:
-    """Whether the request has a session, or its path needs none."""
+    """Whether the request is allowed: the live view is public, the path needs no session, or the request has one."""
     if os.environ.get(PUBLIC_VARIABLE) == "1":
         return True
     path = connection.scope["path"]

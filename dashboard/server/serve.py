@@ -43,7 +43,8 @@ def send_at_once() -> None:
 
 
 def read_as_answered() -> None:
-    """Makes the class of `tidegate/pipelining.py` uvicorn's default HTTP protocol; Streamlit can still name another."""
+    """Makes uvicorn read no further requests of a client while one waits for an earlier answer: `PipelinedProtocol`
+    becomes its default HTTP protocol. The default has no effect if Streamlit names another protocol."""
     HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:PipelinedProtocol"
 
 

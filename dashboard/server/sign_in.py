@@ -1,6 +1,6 @@
 """Sign-in to the live view: with a link that has a one-time code, or with a token pasted into the sign-in page.
 
-Both give the browser a session. A browser without a session gets the sign-in page only.
+Both give the browser a session. A browser without a session gets the sign-in page only, unless the live view is public.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _PAGES: Final = "pages"
 
 
 def register_pages(pages: Mapping[str, Any]) -> None:
-    """Registers Streamlit's page for each path in this session."""
+    """Stores Streamlit's page objects, by path, in this session: `page_link` and `go_to` find the pages there."""
     st.session_state[_PAGES] = pages
 
 

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 1.5
 SLOW_SECONDS: Final = 4.5
-"""Refresh time of sections that change seldom, and of charts below the first screen (40 ms each in a browser)."""
+"""Seconds between two refreshes of a section that changes seldom, or of the charts below the first screen. To draw one
+such chart takes a browser 40 ms."""
 _P = ParamSpec("_P")
 
 

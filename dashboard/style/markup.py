@@ -196,7 +196,8 @@ def table(
 
 
 Station = tuple[str, bool, str | None]
-"""A station of progress: its text, whether it was reached, and a colour to mark it with."""
+"""A stage of progress, such as `committed`: its text, whether it was reached, and a colour to mark it with (None: no
+mark)."""
 
 
 def chain(stations: Sequence[Station], more: str = "") -> str:

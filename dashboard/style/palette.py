@@ -45,7 +45,8 @@ KIND: Final = {
 """Colours of the kinds of ops: shades of their lane's colour."""
 
 HOST: Final = {"state": "#009E73", "mirror": "#66C5A8", "gradient": "#00573F", "slot": "#B3E0D1"}
-"""Colours of the kinds of host memory: shades of the CPU lane's colour."""
+"""Colours of the kinds of host memory (mirror: copies of weights; slot: staging buffers): shades of the CPU lane's
+colour."""
 
 CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "dispatch": GREY}
 

@@ -28,7 +28,8 @@ _RUNBOOKS: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
 
 
 def firing(alerts: Sequence[AlertView], run: str, *, known: bool) -> None:
-    """Draws a card for each firing alert, worst first. known: the list is complete and up to date."""
+    """Draws a card for each firing alert, worst first, for `SHOWN` alerts at most. known: the list is complete and up
+    to date; if not, an empty list does not mean that nothing fires, and the text says so."""
     found = worst_first([alert for alert in alerts if alert.state == "firing"])
     note = f"worst {SHOWN} of {len(found)}" if len(found) > SHOWN else "as Alertmanager tells"
     st.html(markup.title("Firing", note))
@@ -73,7 +74,8 @@ def color(alert: AlertView) -> str:
 
 
 def runbook(url: str) -> str:
-    """The runbook of an alert as a table cell: a link if `url` is a web address, else its text; a dash if empty."""
+    """The runbook of an alert as a table cell: a link if `url` is a web address, else `url` as text; a dash if `url` is
+    empty."""
     if not url.startswith(("https://", "http://")):
         return url or units.NONE
     return markup.Raw(f'<a href="{escape(url)}" target="_blank" rel="noreferrer">runbook</a>')

@@ -54,9 +54,10 @@ def _figure(
 def chart(
     view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool, gone: bool = False
 ) -> None:
-    """Draws the Gantt chart of the update.
+    """Draws the Gantt chart of the update, or a note if `view` is None.
 
-    critical: whether the critical path is drawn. gone: the run has ended, so no other update will come.
+    critical: whether the critical path is drawn. gone: the run has ended; the note then says that its updates are no
+    longer stored, instead of that none was measured yet.
     """
     if view is None:
         st.html(markup.title("Update, by lane"))

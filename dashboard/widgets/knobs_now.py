@@ -16,11 +16,12 @@ from tidegate.wire.knobs import GenerationState, GenerationView, KnobsView, Rank
 
 BAD: Final[tuple[GenerationState, ...]] = ("refused", "aborted", "superseded")
 MAX_NAMED: Final = 8
-"""Largest number of deviating ranks that are listed individually."""
+"""Largest number of rows in the table of ranks that need attention (see `_odd_ranks`)."""
 
 
 def knobs_now(snapshot: Snapshot) -> None:
-    """Draws a row for each knob, and a row for each rank that deviates."""
+    """Draws a row for each knob, the progress of the newest generation, and a row for each rank that needs attention
+    because it is late or lost, has refused knobs, or has older knobs than others."""
     view = snapshot.knobs
     live = present_ranks(view)
     rows = [_row(name, view, live) for name in view.bounds]

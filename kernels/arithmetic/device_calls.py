@@ -13,8 +13,9 @@ from tidegate.kernels.arithmetic.scalars import GradDtype, Scalars, WeightFormat
 
 
 class Update(Protocol):
-    """One AdamW or Adam update of `numel` elements. All addresses are on the device. aux: address of the remainder or
-    of the fp32 master; 0 for F32."""
+    """One AdamW or Adam update of `numel` elements. All addresses are on the device. aux: for a 16-bit weight, the
+    address of its fp32 master, or of the int16 remainder that together with a bf16 weight gives the master; 0 for
+    fp32 weights."""
 
     @property
     def numel(self) -> int: ...

@@ -65,7 +65,8 @@ def accumulate(sums: Array, sum_dtype: GradDtype, grad: Array, dtype: GradDtype)
 
 
 def bf16_nearest_even(values: F32) -> U16:
-    """The nearest bf16, ties to even, as torch rounds; used for values without a remainder."""
+    """The nearest bf16, ties to even, as torch rounds. It is used for sums of gradients; bf16 weights are rounded with
+    ties away from zero."""
     bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: U16 = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)

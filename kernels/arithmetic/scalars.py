@@ -114,8 +114,8 @@ def scalars(
     """Scalars of update number `step` (from 1) with TORCH arithmetic, computed in double precision, then rounded once.
 
     `decoupled`: AdamW, where the weight decays by lr × weight_decay; otherwise Adam, where weight_decay × weight is
-    added to the gradient. `grad_scale` multiplies the gradient first: clip factor over loss scale, negative to
-    maximize.
+    added to the gradient. `grad_scale`: the gradient is first multiplied by it. It is the clip factor divided by the
+    loss scale, negative to maximize.
     """
     if step < 1:
         raise ValueError(f"step is {step}, the first one is 1")

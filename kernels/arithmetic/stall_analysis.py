@@ -8,7 +8,8 @@ from tidegate.timeline.timeline import Timeline
 
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
-    """The same as `tidegate.timeline.stall_analysis.exposed_waits`, with equal results to the last bit."""
+    """Seconds in which the update could not compute, by cause. The result equals that of the Python function
+    `tidegate.timeline.stall_analysis.exposed_waits` to the last bit."""
     window = timeline.window("update")
     if window is None:
         return {}

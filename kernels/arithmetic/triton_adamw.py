@@ -41,11 +41,11 @@ BLOCKS_PER_PROGRAM = 2
 """Number of blocks whose squares one program sums. Each block has sixteen accumulators, so that the accumulators of
 two blocks fill one warp (32 threads)."""
 ROWS_AT_ONCE = 16
-"""Number of loads of a block that are in flight at the same time. The additions must stay in order, so that only more
-loads in flight hide the memory latency."""
+"""Number of loads of a block that are in flight at the same time, to hide the memory latency. The additions cannot be
+reordered to hide it."""
 LEAVES = 1024
-"""Number of block sums that one pass of the tree adds. A parameter may have up to LEAVES² blocks (69 · 10⁹
-elements)."""
+"""Number of block sums that one tree of additions sums. A further tree sums the results of up to LEAVES such trees, so
+a parameter may have up to LEAVES² blocks (69 · 10⁹ elements)."""
 
 
 def update(runs: Sequence[Update], stream: int | None = None) -> None:
@@ -236,7 +236,8 @@ def _adamw_block(
 
 @triton.jit
 def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
-    """old × beta + fresh × rest: one product is rounded, then the other product and the sum together."""
+    """old × beta + fresh × rest: one product is rounded (fresh × rest for DEEPSPEED_TAIL, else old × beta), then the
+    other product and the sum are rounded together."""
     beta, rest = tl.full((), beta, tl.float32), tl.full((), rest, tl.float32)
     return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
 
@@ -286,8 +287,8 @@ def _tree(leaves, LEAVES: tl.constexpr, LEVELS: tl.constexpr):
 def _trees(
     table, first: tl.int64, num_refs: tl.int64, sums, bad, out_sums, out_bad, LEAVES: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Kernel with one program per gradient: sums the gradient's block sums, with a tree over each LEAVES of them, then
-    a tree over the results."""
+    """Kernel with one program per gradient, which sums the gradient's block sums: each group of LEAVES block sums in a
+    tree of additions, then the results of the groups in a further tree."""
     ref = tl.program_id(0)
     start = tl.load(table + first + ref)
     count = tl.load(table + first + num_refs + ref)

@@ -54,12 +54,12 @@ class IoPool:
         block_bytes: int,
         expected: NDArray[np.uint32] | None = None,
     ) -> IoTicket:
-        """Starts a read of `nbytes` bytes at `offset` of the file into memory at `address`.
+        """Starts a read of `nbytes` bytes at `offset` of the file into memory at `address`. Returns the transfer's
+        ticket, on which the caller waits, and which reports errors of the transfer itself.
 
         expected: the CRC-32C of each block, verified by the thread that reads it; None or empty: not verified.
 
         ValueError for invalid arguments (with a direct `fd` also for misaligned ones), RuntimeError after `close`.
-        Later errors are reported by the ticket.
         """
         checksums = _checked(expected, num_blocks(nbytes, max(block_bytes, 1)), "expected")
         return self._native.read(fd, address, nbytes, offset, block_bytes, _address(checksums), checksums)
@@ -67,12 +67,13 @@ class IoPool:
     def write(
         self, fd: int, address: int, nbytes: int, offset: int, block_bytes: int, found: NDArray[np.uint32] | None = None
     ) -> IoTicket:
-        """Starts a write of `nbytes` bytes from memory at `address` to `offset` of the file. Durable only after fsync.
+        """Starts a write of `nbytes` bytes from memory at `address` to `offset` of the file. Returns the transfer's
+        ticket, which reports errors of the transfer itself. The bytes are durable only after fsync.
 
         found: array for the CRC-32C of each block, which the thread that writes the block computes; None or empty: no
         checksums.
 
-        Errors as in `read`.
+        ValueError for invalid arguments (with a direct `fd` also for misaligned ones), RuntimeError after `close`.
         """
         checksums = _checked(found, num_blocks(nbytes, max(block_bytes, 1)), "found")
         if checksums is not None and not checksums.flags.writeable:

@@ -13,7 +13,8 @@ USABLE_DEVICE: Final = 0.92
 USABLE_HOST: Final = 0.9
 """Share of host memory for the job, as in MLP-Offload, section 4.1."""
 LIVE_PARAMS: Final = 10**9
-"""Most parameters that are gathered at a time: the default of DeepSpeed's `stage3_max_live_parameters`."""
+"""Largest number of parameters that are gathered (whole on each GPU) at a time: the default of DeepSpeed's
+`stage3_max_live_parameters`."""
 FRAMEWORK_HOST_BYTES: Final = 4 * 10**9
 """Host memory of each rank for Python, torch and the data loader."""
 SUMS_STAGING_BYTES: Final = 32 << 20

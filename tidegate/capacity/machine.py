@@ -193,8 +193,8 @@ class Workload:
 
     sequence: tokens of a sequence. microbatch: sequences of one rank in a micro-batch. accumulation: micro-batches of
     each update. weight: dtype of weights and gradients. checkpointing: activations are kept at block boundaries and
-    computed again in the backward. subgroup_numel: parameters of a subgroup. num_slots: staging slots on the GPU.
-    host_slots: staging slots in host memory for each path.
+    computed again in the backward. subgroup_numel: parameters of a subgroup. num_slots, host_slots: number of staging
+    slots (buffers that subgroups use in turns during the update) on the GPU, and in host memory for each path.
     """
 
     sequence: int = 2048
@@ -224,7 +224,8 @@ class Workload:
 
 
 STATE_BYTES: Final = {"bfloat16": 10, "float16": 12, "float32": 8}
-"""Bytes of state per parameter: both moments, and the remainder or master that makes the weight an fp32 weight."""
+"""Bytes of state per parameter: both moments in fp32, and what completes a 16-bit weight to fp32 (for bf16 its missing
+16 bits, for fp16 an fp32 master weight)."""
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -36,8 +36,8 @@ many arrays at the same time."""
 class NodeShare:
     """The share of one rank in its node, and in paths that all nodes share, while all other ranks work in the same way.
 
-    cpu_bytes: bytes per parameter that an update on the CPU reads and writes in host memory; 0 for the bytes of
-    Tidegate's kernels (`touched_bytes`).
+    cpu_bytes: bytes per parameter that an update on the CPU reads and writes in host memory; 0: as many as the update
+    of Tidegate (`touched_bytes`).
     """
 
     machine: Machine
@@ -57,7 +57,8 @@ class NodeShare:
 
     @cached_property
     def card(self) -> RateCard:
-        """The rate card of this rank: the speed of each lane alone, while the other ranks use the same lane."""
+        """The rate card of this rank: the speed of each lane while the rank's other lanes are idle, and all other ranks
+        use the same kind of lane."""
         machine = self.machine
         on_cpu = machine.cpu_params_per_second or machine.host_bytes_per_second / (self.cpu_bytes or self.touched_bytes)
         on_device = _STREAMED * machine.device_bytes_per_second

@@ -49,8 +49,9 @@ class Shortage:
 class PlacementFit:
     """A placement of all data of a rank. If there is a shortage, the memory levels after it are not computed.
 
-    device, host: bytes of one rank by kind. effective: knobs; the stride is chosen later, unless there is no room for
-    staging slots (`may_stage`).
+    device, host: bytes of one rank by kind. effective: knobs; `fit` leaves the stride `off`, the planner may choose
+    another one if `may_stage`. may_stage: some state is not on the GPU, and the GPU has room for staging slots (the
+    buffers into which such state is copied for an update on the GPU).
     """
 
     rank: Rank

@@ -162,9 +162,9 @@ def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
 def _cheapest_good_fit(
     fits: Sequence[PlacementFit], share: NodeShare, backward: float
 ) -> tuple[PlacementFit, UpdatePrediction]:
-    """The best placement by its predicted update time without staging. `fits` are in the order of their cost: a
-    later placement is preferred to an earlier one only if its update time is less than WORTHWHILE_FACTOR times as
-    long."""
+    """The best placement, and its predicted update with the stride `off`: the CPU updates all subgroups that are not
+    residents. `fits` are in the order of their cost: a later placement is preferred to an earlier one only if its
+    update takes less than WORTHWHILE_FACTOR times as long."""
     best: tuple[PlacementFit, UpdatePrediction] | None = None
     for candidate in fits:
         update = predict_update(candidate.rank, candidate.effective, share, backward_seconds=backward)
@@ -177,8 +177,8 @@ def _cheapest_good_fit(
 def _best_stride(
     found: PlacementFit, update: UpdatePrediction, share: NodeShare, backward: float
 ) -> tuple[PlacementFit, UpdatePrediction]:
-    """The placement with the stride of the shortest update. A stride is preferred to an earlier one only if the update
-    is shorter by the factor WORTHWHILE_FACTOR."""
+    """The placement with the stride of the shortest update, and this update. `update`: the one with the stride `off`.
+    A stride is preferred to those tried before only if its update takes less than WORTHWHILE_FACTOR times as long."""
     strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
     for stride in dict.fromkeys(strides):
         # The bytes on a path are the same with every stride: if a path is the bottleneck, no stride helps.

@@ -109,7 +109,7 @@ def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) ->
 
 
 def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
-    """Show the knobs that the model would choose for a run, and the gain that it predicts. Changes nothing."""
+    """Show the knobs that Tidegate recommends for a run, and the gain that its simulation predicts. Changes nothing."""
     with client_for("read", url) as client:
         found = client.advice(choose_run(client, run).run)
     if as_json:
@@ -122,8 +122,8 @@ def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> 
 
 
 def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, ...]:
-    """Waits until all live ranks have applied the generation, at most APPLY_SECONDS because steps may be long. Returns
-    the knobs of all ranks."""
+    """Returns the knobs of all ranks. If the generation is committed, first waits until all live ranks have applied it,
+    but at most APPLY_SECONDS: ranks apply it between two steps, and a step may be long."""
     latest = time.monotonic() + APPLY_SECONDS
     while True:
         ranks = client.knobs(made.run).ranks

@@ -33,7 +33,8 @@ QUIET_SECONDS: Final = 60.0
 """Longest time without data on an event stream: the daemon sends a comment every 15 s."""
 
 _NEW_IN_HELLO: Final = {"process", "replaces"}
-"""Fields of AgentHello that older daemons with protocol 2 do not accept."""
+"""Fields of AgentHello (the message that registers a rank) that older daemons with protocol 2 refuse. After a refusal
+the message is sent again without them."""
 
 
 class DaemonClient:
@@ -73,7 +74,8 @@ class DaemonClient:
     # ---- agents
 
     def hello(self, message: AgentHello) -> Lease:
-        """Registers one rank. RankTaken while another live agent holds it."""
+        """Registers an agent (Tidegate in the process of one rank). Returns for how long it counts as live without a
+        report, and the knobs to use. RankTaken while another live agent holds the rank."""
         try:
             return self._transport.ask(Lease, "POST", path_of("agents"), body=message)
         except DaemonError as error:
@@ -89,8 +91,9 @@ class DaemonClient:
         return self._transport.ask(Lease, "POST", path_of("agents", agent, "reports"), body=_shrunk(message))
 
     def directive(self, agent: str, after_committed: int, after_proposed: int | None, wait: float) -> Directive:
-        """Long poll: the daemon's directive for this agent, as soon as it is newer than the given generations, or after
-        `wait` seconds."""
+        """Long poll: the agreed knobs for the rank to use, and proposed knobs on which it must vote, if there are any.
+        Returns as soon as one of them is of a newer generation than the given one, or after `wait` seconds.
+        `after_proposed` None: every proposal is new."""
         query: dict[str, str | int | float | bool] = {"committed": after_committed, "wait": wait}
         if after_proposed is not None:
             query["proposed"] = after_proposed
@@ -136,7 +139,8 @@ class DaemonClient:
         )
 
     def advice(self, run: str) -> Advice:
-        """Recommended knobs for the run, according to the simulator, including pinned knobs."""
+        """Changes of knobs that the simulator recommends, also of pinned knobs, and the seconds of an update that it
+        predicts. They are not applied."""
         return self._transport.ask(Advice, "GET", path_of("runs", run, "advice"))
 
     def set_knobs(

@@ -20,8 +20,8 @@ import httpcore
 MAX_HEAD_BYTES: Final = 64 << 10
 """Largest head of a response: status, headers, and all interim responses (1xx) before it."""
 _FRAMING_FACTOR: Final = 8
-"""Maximum number of received bytes for each byte of content, framing included. A chunk with one byte of content takes
-six bytes."""
+"""A body may have at most so many received bytes for each byte of its content, and MAX_HEAD_BYTES more. The rest is
+HTTP framing: a chunk with one byte of content takes six bytes."""
 _SMALL_BYTES: Final = 16 << 10
 """Maximum number of written bytes that are held back, to be sent together with later bytes."""
 _RECORD_BYTES: Final = 16 << 10
@@ -129,8 +129,8 @@ class Stream(httpcore.NetworkStream):
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
         self._unsent = bytearray()
-        """Written bytes that are not sent yet. They are sent with the next write, or before the next read. So the head
-        and the body of a small request are sent together."""
+        """Written bytes that are not sent yet, at most `_SMALL_BYTES`. They are sent when a write would exceed this
+        limit, or before the next read. So the head and the body of a small request are sent together."""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         if self._unsent:
@@ -146,18 +146,19 @@ class Stream(httpcore.NetworkStream):
         return received
 
     def receive(self, max_bytes: int, timeout: float | None) -> bytes:
-        """Like `read`, but the bytes are not counted as bytes of headers."""
+        """Receives at most `max_bytes`; empty when the peer has ended the connection. Does not apply the limit for the
+        head of a response (`bounded_head`)."""
         return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Writes the buffer. A small buffer is sent with the next write, at the latest before the next read."""
+        """Writes the buffer. Up to `_SMALL_BYTES` may be held back until a later write or the next read."""
         if len(self._unsent) + len(buffer) <= _SMALL_BYTES:
             self._unsent += buffer
         else:
             self._send_all(buffer, timeout)
 
     def send(self, buffer: bytes) -> None:
-        """Like `write`, but sent at once."""
+        """Sends bytes that were held back, and the buffer, at once. Does nothing if the buffer is empty."""
         if buffer:
             self._send_all(buffer, None)
 

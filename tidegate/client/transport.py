@@ -61,7 +61,7 @@ class Transport:
         self._http.close()
 
     def ask(self, kind: type[_T], method: str, path: str, **more: Any) -> _T:
-        """Sends a request, as `send`, and returns its response as a message of this kind."""
+        """Sends a request, and returns its response as a message of this kind. more: keyword arguments of `send`."""
         return parse(kind, self.send(method, path, **more))
 
     def send(

@@ -32,8 +32,8 @@ DIRECTIONS: Final = ("h2d", "d2h")
 CONTENTS: Final = ("gradient", "weight", "state")
 PROCESSORS: Final = ("cpu", "device")
 PATH: Final = "<path>"
-"""Placeholder in a closed set of label values: it stands for the names of the run's storage paths. A run without
-storage paths does not export families that have a label with no other value."""
+"""Placeholder in a closed set of label values: it stands for the names of the run's storage paths. If it is a label's
+only value, runs without storage paths do not export the family."""
 PATH_OPERATIONS: Final = ("read", "write")
 RESIDENCES: Final = ("host", "device", PATH)
 CAUSES: Final = (*STALL_CAUSES, *path_lanes(PATH))

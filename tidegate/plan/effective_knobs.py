@@ -61,8 +61,9 @@ def divide(
 ) -> SubgroupCounts:
     """The number of subgroups for each path of `speeds`, according to the split; a path without a weight gets none.
 
-    capacity, minimum: as in `balanced_split`; the minimum applies only where speeds decide. CapacityError when the
-    subgroups do not all fit.
+    capacity: most subgroups of each path, without limit where absent; CapacityError when the subgroups do not all fit.
+    minimum: fewest subgroups of each path, as far as its capacity allows; only where speeds decide (`split` None), and
+    only if there are enough subgroups for all paths.
     """
     if split is None:
         return balanced_split(count, speeds, capacity=capacity, minimum=minimum)

@@ -41,8 +41,8 @@ def path_lanes(path: str) -> tuple[str, str]:
 
 
 class OpKind(StrEnum):
-    """The kinds of op. Ops that run before the gate `step` copy or sum, and change no state or weight: they can be
-    repeated or dropped."""
+    """The kinds of op. Ops that run before `step()` is called only copy or sum, and change no state or weight. So they
+    may run again (when a gradient has changed since), or be cancelled with their plan."""
 
     GRAD_D2H = "grad_d2h"
     """Copies the gradient of a subgroup to the host, as soon as the gradient has arrived (gate: gradient)."""
@@ -50,13 +50,16 @@ class OpKind(StrEnum):
     """Copies the weight of a subgroup to its host mirror (a copy of the weight in host memory), when the mirror is
     missing or stale."""
     STATE_H2D = "state_h2d"
-    """Copies the state of a subgroup to the device, into a staging slot or into the place of a resident."""
+    """Copies the state of a subgroup to the device: into a staging slot (a buffer that subgroups use in turns), or, if
+    the subgroup becomes a resident (its state stays on the device), into memory of its own."""
     STATE_D2H = "state_d2h"
-    """Copies the state of a subgroup from a staging slot, or from the place of a resident, to the host."""
+    """Copies the state of a subgroup from the device to the host: from a staging slot, or, if the subgroup was a
+    resident until now, from its own memory on the device."""
     WEIGHT_H2D = "weight_h2d"
     """Copies the weight of a subgroup, which the CPU has updated, to the device."""
     GRAD_H2D = "grad_h2d"
-    """Copies a gradient that was spilled to the host back to the device, into the staging slot of its subgroup."""
+    """Copies a gradient back to the device, into the staging slot of its subgroup. The gradient had been moved to the
+    host (spilled), because the device lacks memory for it."""
     GRAD_NORM = "grad_norm"
     """Computes the sum of squares and the non-finite count of a subgroup's gradients, as soon as they have arrived
     (gate: gradient). Only in plans that release gradients before the step."""
@@ -115,7 +118,8 @@ class Subgroup:
     """Bytes per parameter of the weight on the device."""
     grad_bytes: int
     state_bytes: int
-    """Bytes per parameter of the state that is stored between steps: the moments, and the remainder or fp32 master."""
+    """Bytes per parameter of the state that is stored between steps: both moments, and what completes a 16-bit weight
+    to fp32 (its missing 16 bits, or an fp32 master weight)."""
 
     def nbytes(self, content: Content) -> int:
         per_param = {"gradient": self.grad_bytes, "weight": self.weight_bytes, "state": self.state_bytes}
@@ -126,12 +130,12 @@ class Subgroup:
 class Op:
     """One unit of work on one lane.
 
-    `deps` are ids of ops that must be done first, in addition to the order of the lane. `slot` is the staging slot on
-    the device that the op uses, `host_slot` the staging slot in host memory; None for a resident, for data with a
-    buffer of its own on the host, or for ops that use no slot. `nbytes`: bytes that are copied over the link, or from
-    or to `path` (FETCH and FLUSH only). `numel`: parameters that are updated (or read, for norms). `subgroup` is -1 for
-    NORM. `spilled`: the op belongs to an update on the device whose gradient comes back from the host. `grad_in_slot`:
-    the gradient on the host is in the host slot.
+    `deps` are ids of ops that must be done first, in addition to the order of the lane. `slot` and `host_slot` are
+    numbers of the staging slots (buffers that subgroups use in turns) on the device and in host memory that the op
+    uses; None for a resident, for data with a buffer of its own on the host, or for ops that use no slot. `nbytes`:
+    bytes that are copied over the link, or from or to `path` (FETCH and FLUSH only). `numel`: parameters that are
+    updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: the op belongs to an update on the device whose
+    gradient comes back from the host. `grad_in_slot`: the gradient on the host is in the host slot.
     """
 
     id: int

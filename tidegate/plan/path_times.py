@@ -11,14 +11,15 @@ from tidegate.plan.schedule import TypicalOpTimes
 from tidegate.plan.tier_split import PathSpeeds
 
 SHORTEST_SECONDS: Final = 1e-3
-"""Shortest delay from the start of a plan to its step that counts, in seconds; shorter delays count as 0. A delay is
-so short if `step()` itself made the plan: then no op could run before `step()`."""
+"""If `step()` is called less than so many seconds after the start of its plan, the planner counts this time as 0. It is
+so short if `step()` itself made the plan: then no op could run before the call."""
 
 
 def rounded_step_delay(seconds: float) -> float:
-    """Seconds from the start of a plan to its step, rounded down to a power of two.
+    """Rounds `seconds`, the time from the start of a plan to the call of `step()`, down to a power of two; 0 if it is
+    shorter than SHORTEST_SECONDS.
 
-    Rounding keeps the number of different plans small: each value gives another plan.
+    Plans depend on this time. Rounding leaves few different values, and so few different plans.
     """
     return 2.0 ** math.floor(math.log2(seconds)) if seconds >= SHORTEST_SECONDS else 0.0
 
@@ -26,9 +27,10 @@ def rounded_step_delay(seconds: float) -> float:
 class PathOpTimes(TypicalOpTimes):
     """Estimates op times to order ops: typical times for copies and updates, measured speeds for storage paths.
 
-    During a step a path is read and written at the same time, and its host slots couple both directions: no more can be
-    read than has been written. So both directions advance at the speed of the slower direction. The measured speed of
-    the faster direction, with pauses in between, is a burst from a cache or from throttling credit and would not last.
+    During a step a path is read and written at the same time. A read needs a free host slot (a staging buffer), and a
+    slot is free again when its state has been written. So both directions advance equally fast: at the speed of the
+    slower one, or more slowly if they share the device. The measured speed of the faster direction, with pauses in
+    between, is a burst from a cache or from throttling credit, and would not last.
     """
 
     def __init__(self, speeds: Mapping[str, PathSpeeds]) -> None:

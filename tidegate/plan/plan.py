@@ -16,10 +16,10 @@ Policy = Literal["interleaved", "sequential", "twinflow"]
 class Placement:
     """Where one subgroup is updated, and where its state lives before and after the step.
 
-    `mirror_valid`: the host mirror of the weight equals the weight on the device when the step begins. `spilled`: the
-    gradient waits on the host and returns to the device with the state, because the device lacks memory for it.
-    `grad_in_slot`: the gradient is copied into the subgroup's host slot instead of a buffer of its own, and therefore
-    not before the slot is free; possible only where gradients are kept until the step.
+    `mirror_valid`: the copy of the weight in host memory (the mirror) equals the weight on the device when the step
+    begins. `spilled`: the gradient waits on the host and returns to the device with the state, because the device lacks
+    memory for it. `grad_in_slot`: the gradient is copied into the subgroup's host slot instead of a buffer of its own,
+    and therefore not before the slot is free; possible only where gradients are kept until the step.
     """
 
     processor: Processor
@@ -36,12 +36,14 @@ class Placement:
 
     @property
     def uses_host_slot(self) -> bool:
-        """Whether the state passes through a host slot from or to a path, because it has no host buffer of its own."""
+        """Whether the state, on its way from or to a path, passes through a host slot (a buffer in host memory that
+        subgroups use in turns), because it has no host buffer of its own."""
         return "host" not in (self.before, self.after) and (is_path(self.before) or is_path(self.after))
 
     @property
     def pool(self) -> str:
-        """The path whose host slots the subgroup uses."""
+        """The path from which the state comes, else the residence to which it goes. If the subgroup uses a host slot,
+        this is the path to which the slot belongs."""
         return self.before if is_path(self.before) else self.after
 
 
@@ -68,7 +70,8 @@ class Plan:
 
     @cached_property
     def lane_names(self) -> tuple[str, ...]:
-        """The lanes of this plan: the lanes of every plan, then two for each path."""
+        """The lanes of this plan: h2d, d2h, cpu and device, then for each path one lane that reads and one that
+        writes."""
         return (*LANES, *(lane for path in self.paths for lane in path_lanes(path)))
 
     @cached_property

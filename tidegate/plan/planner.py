@@ -35,11 +35,11 @@ def make_plan(
     `placements[i]` belongs to `subgroups[i]`. `num_slots`: staging slots on the device, used in turns.
     `grad_on_host_order` lists subgroup ids in the order in which their gradients are expected; by default the reverse
     order of ids, as in a backward pass. `rates` estimates run times, to order ops that share a lane; the plan is
-    correct whatever the estimates are. `norms`: with `gradient`, squares are summed as gradients arrive, so that
-    gradients can be released before the step. `host_slots` names the paths, and gives the number of slots in host
-    memory for state on its way from or to each path. `order`: order of the updates, by subgroup id. `step_at`: expected
-    earliest time of the call of `step()`, in seconds after the first gradient (ops without the gate `step` can run
-    before it); like `rates`, it is used only to order ops that share a lane.
+    correct whatever the estimates are. `norms`: with `gradient`, squares for the norm are summed as gradients arrive,
+    so that gradients can be released before the step; with `step`, in `step()`. `host_slots` names the paths, and gives
+    the number of slots in host memory for state on its way from or to each path. `order`: order of the updates, by
+    subgroup id. `step_at`: expected earliest time of the call of `step()`, in seconds after the first gradient (fetches
+    and copies of gradients can run before it); like `rates`, it is used only to order ops that share a lane.
 
     Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States; with paths,
     MLP-Offload); `sequential` has the same ops, one at a time; `twinflow` updates the residents first and then
@@ -98,7 +98,8 @@ def _check_paths(placements: Sequence[Placement], host_slots: Mapping[str, int],
 
 
 def _gradient_order(placements: Sequence[Placement], given: Sequence[int] | None) -> tuple[int, ...]:
-    """All subgroup ids in the expected order of their gradients. `given` may omit gradients that no op copies."""
+    """All subgroup ids in the expected order of their gradients. `given` may omit gradients that no op copies to the
+    host; they come last."""
     if given is None:
         return tuple(reversed(range(len(placements))))
     known = set(given)

@@ -59,7 +59,8 @@ class TypicalOpTimes:
 def in_program_order(
     work: Work, policy: Policy, num_slots: int, num_subgroups: int, norms: Norms, clock: OpTimes, step_at: float
 ) -> list[Op]:
-    """All ops of `work` in program order, according to `policy`, each with its staging slot."""
+    """All ops of `work` in program order, according to `policy`. Ops that use a staging slot on the device get the
+    number of their slot."""
     if policy == "interleaved":
         needs = _needs(work, num_subgroups, norms)
         return _with_slots(_interleaved(work, needs, num_slots, clock, step_at), num_slots)
@@ -72,7 +73,8 @@ def _ops(tasks: Iterable[Task]) -> Iterator[Op]:
 
 
 def _with_slots(order: Iterable[Op], num_slots: int) -> list[Op]:
-    """Assigns staging slots on the device: each STATE_H2D takes the slot that has been free for longest."""
+    """Assigns staging slots on the device: an op that copies state into a slot (STATE_H2D) takes the slot that has been
+    free for longest, and the later ops of its subgroup use the same slot."""
     free = deque(range(num_slots))
     taken: dict[int, int] = {}
     placed: list[Op] = []
@@ -167,10 +169,10 @@ def _interleaved(
     """List scheduling: yields the ops in the order of their estimated starts. Of several ops that could start at the
     same time, a lane takes the op with the lowest preference number, then the op that was ready first.
 
-    The backward pass is assumed to last until `step_at`, and long enough for all ops that can be done before its end
-    without a path: NORM comes then. If no fetch is done by then, updates of state on the host (fillers) use the time
-    until the first fetches are done; otherwise fetched subgroups are updated first, so that their path has something to
-    write (`_Fillers`).
+    It is assumed that the norm of all gradients (NORM) is computed when the backward has ended (`step_at`) and all ops
+    are done that can run before it without a path. If no fetch is done by then, the CPU updates subgroups that need no
+    path (fillers) until the first fetches are done; otherwise it first updates fetched subgroups, so that the write
+    lanes of their paths have work (`_Fillers`).
     """
     queues, fillers = _queues(work), _Fillers()
     free: defaultdict[str, float] = defaultdict(float)
@@ -229,14 +231,15 @@ class _Fillers:
     """
 
     until: float = 0.0
-    """Time from which fillers may start at once, without waiting for the next turn. If they start at this time, the
-    CPU is expected to end its work together with the paths."""
+    """Estimated time in seconds from which fillers may start whenever the CPU is free; before it, only a few after each
+    update of a fetched subgroup. If they start at this time, the CPU is expected to end its work together with the
+    paths."""
     each_turn: int = 0
     """Number of fillers after each update of a subgroup that was fetched in the step."""
     early: frozenset[int] = frozenset()
     """Subgroups that were fetched before the step."""
     left: int = 0
-    """Number of fillers that may still begin in this turn."""
+    """Number of fillers that may still start before the next update of a subgroup that was fetched in the step."""
 
     @classmethod
     def after_norm(cls, work: Work, clock: OpTimes, done: Mapping[OpKey, float]) -> _Fillers:

@@ -48,7 +48,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All ops of a step. `early` and `squares` may run before the call of `step()`; `tasks` are in update order."""
+    """All ops of a step. `early` (copies from the device to the host) and `squares` (sums of squares of each subgroup's
+    gradients) may run before the call of `step()`; `tasks` are in update order, residents last."""
 
     early: tuple[Op, ...]
     squares: tuple[Op, ...]
@@ -155,7 +156,8 @@ def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None)
 
 
 def _to_mirror(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
-    """Copy of the weight to the subgroup's own host mirror, or to the host slot that it uses; empty if not needed."""
+    """Copy of the weight to host memory for an update on the CPU: to a buffer of its own there (the mirror), or to the
+    host slot that the subgroup uses; empty if not needed."""
     wanted = placement.processor == "cpu" and not placement.mirror_valid
     if wanted and placement.uses_host_slot == (host_slot is not None):
         yield _op(OpKind.WEIGHT_D2H, subgroup, host_slot=host_slot)

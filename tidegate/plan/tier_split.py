@@ -25,7 +25,8 @@ _REMEDY: Final = "Free space on a path, add one, or raise host_cache."
 class PathSpeeds:
     """The speeds of one path, in bytes per second, each measured while the other direction is idle.
 
-    duplex: reads and writes run at full speed at the same time. Otherwise they share the device.
+    duplex: reads and writes run at full speed at the same time. Otherwise they share the path's bandwidth: the
+    times of both add up.
     """
 
     read_bytes_per_second: float
@@ -74,7 +75,8 @@ def user_split(
 ) -> SubgroupCounts:
     """Shares in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. Weight 0: no subgroup.
 
-    capacity: as in `eq1_split`. ConfigError when a weight is below 0, or no weight is above 0.
+    capacity: most subgroups of each path, without limit where absent; the other paths take the excess. ConfigError when
+    a weight is below 0 or not finite, or no weight is above 0. CapacityError when the subgroups do not all fit.
     """
     shown = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
     if not all(0 <= weight < float("inf") for weight in weights.values()) or not any(weights.values()):
@@ -90,11 +92,11 @@ def balanced_split(
 ) -> SubgroupCounts:
     """The split with the shortest makespan, in whole subgroups.
 
-    Takes into account read speed, write speed, and whether both directions share the device; Eq. 1 uses only the slower
-    direction. The greedy algorithm is optimal: each subgroup goes to the path where it would be done first, and as the
-    time of a path only grows with its subgroups, no exchange gives a shorter makespan. capacity: as in `eq1_split`.
-    minimum: fewest subgroups of each path, as far as its capacity allows; ignored when there are not enough for all
-    paths.
+    Takes into account read speed, write speed, and whether reads and writes slow each other down; Eq. 1 uses only the
+    slower direction. The greedy algorithm is optimal: each subgroup goes to the path where it would be done first, and
+    as the time of a path only grows with its subgroups, no exchange gives a shorter makespan. capacity: most subgroups
+    of each path, without limit where absent; CapacityError when the subgroups do not all fit. minimum: fewest subgroups
+    of each path, as far as its capacity allows; ignored when there are not enough for all paths.
     """
     rooms = {name: _room(name, count, capacity or {}) for name in rates}
     _require_room(count, rooms)
@@ -137,8 +139,9 @@ def assign_paths(
     assigned: dict[int, str] = {}
 
     def urgency(path: str, place: int) -> tuple[bool, int, int]:
-        """Sort key, lowest first: paths that are due for a subgroup, by the deadline of their next subgroup (earliest
-        deadline first, as in pfair scheduling)."""
+        """Sort key, lowest first: paths with fewer subgroups than their share of the first `place` ids come first; then
+        the path whose next subgroup must come earliest to keep its share (earliest deadline first, as in pfair
+        scheduling)."""
         early = given[path] * len(ids) >= place * counts[path]
         return early, -(-(given[path] + 1) * len(ids) // counts[path]), order[path]
 

@@ -207,8 +207,9 @@ def _latest(*clocks: tuple[int, ...]) -> tuple[int, ...]:
 def _check_gates(plan: Plan, before: _HappensBefore) -> None:
     """Checks that no copy or norm of a gradient waits for the norm of the step; PlanError if one does.
 
-    Such an op runs when its gradient arrives, and the norm needs all gradients. Only a gradient that is copied into a
-    host slot (`grad_in_slot`) may wait longer, until the slot is free.
+    Such an op is meant to run during the backward, as soon as its gradient has arrived, but the norm of the step is
+    known only after the last gradient. Only a copy of a gradient into a host slot (`grad_in_slot`) may wait longer,
+    until the slot is free.
     """
     norm = next(op.id for op in plan.ops if op.kind is OpKind.NORM)
     for op in plan.of_kind(OpKind.GRAD_D2H, OpKind.GRAD_NORM):

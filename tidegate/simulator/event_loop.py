@@ -11,7 +11,7 @@ from tidegate.plan.ops import Op
 from tidegate.plan.plan import Plan
 
 Times = dict[int, float]
-"""Seconds by op id."""
+"""Start times, or end times, of ops in seconds, by op id."""
 Lane = tuple[int, str]
 """A lane: index of its plan (the rank), and name."""
 Speeds = Callable[[Mapping[Lane, Op]], Mapping[Lane, float]]
@@ -44,8 +44,8 @@ class _Lanes:
         self.starts, self.ends = [{} for _ in self.plans], [{} for _ in self.plans]
 
     def start(self) -> float:
-        """Starts the ops that can start now. Returns the earliest opening time of a gate for which an otherwise ready
-        op waits; infinite if there is none."""
+        """Starts the ops that can start now. An op cannot start before its gate (a given time), even if it is ready.
+        Returns the earliest gate of the ops that wait only for their gate; infinite if there is none."""
         opens = math.inf
         for lane, ops in self.waiting.items():
             if lane in self.at_work or not ops:
@@ -62,7 +62,7 @@ class _Lanes:
         return opens
 
     def advance(self, opens: float) -> None:
-        """Advances the clock to the next end of an op, or to `opens` if that is sooner."""
+        """Advances the clock to the next end of an op, or to the time `opens` (the next gate) if that is sooner."""
         speeds = self.speeds(self.at_work)
         remaining = {lane: left / speeds[lane] for lane, left in self.left.items()}
         first = min(remaining, key=remaining.__getitem__, default=None)

@@ -20,7 +20,8 @@ _MAY_BE_EARLY: Final = (OpKind.FETCH, OpKind.WEIGHT_D2H, OpKind.GRAD_D2H)
 class LowerBound(NamedTuple):
     """A lower bound of the update's time in seconds, and the resource (a lane or a path) that sets it.
 
-    The rates include the typical dispatch latency of ops, so that single updates can be faster than this bound.
+    The rates include the typical delay until a lane's thread starts an op, so that single updates, with shorter delays,
+    can be faster than this bound.
     """
 
     seconds: float
@@ -87,9 +88,10 @@ def _factor(keeps: InterferenceFactors, lane: str, other: str) -> float:
 
 def _after_norm(work: Work) -> list[Op]:
     """The ops that cannot be done before the norm is known: updates, the ops after them, and ops that wait for a host
-    slot.
+    slot which an earlier subgroup uses.
 
-    An update on the device uses only the state buffer of a host slot; the slot's weight and gradient buffers stay free.
+    If the earlier subgroup is updated on the device, it uses only the state buffer of the slot: then copies of a weight
+    or a gradient into the slot's other buffers need not wait.
     """
     used: set[tuple[int, Content]] = set()
     late: list[Op] = []

@@ -104,7 +104,8 @@ class SteadyStep:
         return residents + self.rank.num_slots * max(s.nbytes("state") for s in self.rank.subgroups)
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory in bytes, by kind: `state`, `mirror` of weights, `gradient` and, with paths, staging `slot`."""
+        """Host memory in bytes, by kind: `state`, `mirror` (copies of weights, for updates on the CPU), `gradient` and,
+        with paths, `slot` (buffers for subgroups on their way from or to a path)."""
         nbytes: Counter[str] = Counter()
         for s, p in zip(self.rank.subgroups, self.placements, strict=True):
             if "host" in (p.before, p.after):
@@ -230,7 +231,7 @@ def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpe
 
 def _placement(rank: Rank, processor: Literal["cpu", "device"], before: Residence, after: Residence) -> Placement:
     """The placement of a subgroup, by the rules of the engine: if its state passes through a host slot, its gradient is
-    in that slot, too, and its weight has no mirror."""
+    in that slot, too, and no copy of its weight is kept in host memory (mirror)."""
     placement = Placement(processor, before, after, mirror_valid=processor == "cpu")
     if not placement.uses_host_slot:
         return replace(placement, mirror_valid=processor == "cpu" and (is_path(before) or before == "host"))

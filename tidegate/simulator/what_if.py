@@ -33,7 +33,8 @@ class Prediction:
     device_bytes: int
     """Device memory for residents and staging slots."""
     host_bytes: dict[str, int]
-    """Host memory by kind: `state` (the host cache, with paths), `mirror`, `gradient`, `slot`."""
+    """Host memory by kind: `state` (the host cache, with paths), `mirror` (copies of weights, for updates on the CPU),
+    `gradient`, and `slot` (buffers for subgroups on their way from or to a path)."""
     lower_bound: LowerBound
     """Lower bound of the update's time under these knobs, and the resource that sets it."""
 

@@ -23,7 +23,8 @@ TYPICAL_STEPS: Final = 8
 With fewer steps and noise of ±20 %, a drift would be reported where there is none."""
 
 LATE_STEPS: Final = 2
-"""Number of steps in which dispatch latencies are measured: a step has many ops, and each costs time to analyse."""
+"""Number of newest steps in which dispatch latencies (delays until the thread of a lane starts an op) are measured: not
+more, because a step has many ops, and each costs time to analyse."""
 
 
 def drifted(values: Sequence[float]) -> bool:

@@ -14,8 +14,9 @@ FALL_STEPS: Final = 2
 RISE_STEPS: Final = 4
 """Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
 IDLE_RISE_STEPS: Final = 16
-"""RISE_STEPS for a path that is idle for most of the step. While a slow path delays the step, the other paths have
-few requests and answer them immediately. Their estimates must not rise before the slow path is known to be slower."""
+"""Number of consecutive faster steps after which the estimate of a path rises that is idle for most of the step. While
+a slow path delays the step, the other paths have few requests and answer them immediately. Their estimates must not
+rise before the slow path is known to be slower."""
 MAX_RISE_FACTOR: Final = 2.0
 """Largest factor by which the estimated speed may rise in one step."""
 MIN_RISE_STEPS: Final = 8
@@ -44,9 +45,10 @@ class SpeedFilter:
 
     def observe(self, least: float, most: float, *, rested: bool = False) -> None:
         """Adds one step, in which the path took from `least` to `most` seconds per byte. An estimate within that range
-        is confirmed.
+        stays as it is; otherwise the nearer end of the range counts as the measured value.
 
-        rested: by its estimated speed, the path was idle for most of the step.
+        rested: by its estimated speed, the path was idle for most of the step. Then a rise needs more steps
+            (IDLE_RISE_STEPS).
         """
         self._step += 1
         measured = min(max(self.seconds_per_byte, least), most)

@@ -75,8 +75,9 @@ def stalls(timeline: Timeline) -> tuple[Stall, ...]:
     """The stalls of the update: the time in which no compute op runs, attributed to causes, in order of time.
 
     The gap before a compute op is attributed by following the chain of waits backwards from that op: time in which the
-    awaited op was running counts for the lane of the awaited op, time in between for `dispatch` (a gate, or the agent
-    itself). The last gap ends with the update, which waits for the span that ends last.
+    awaited op was running counts for the lane of the awaited op; time in between counts for `dispatch` (the op waited
+    for its gradient or for the call of `step()`, or the agent had not started it yet). The last gap ends with the
+    update, which waits for the span that ends last.
     """
     return tuple(_merged(Stall("update", *piece) for piece in _pieces(timeline)))
 

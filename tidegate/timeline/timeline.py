@@ -73,7 +73,7 @@ class Stall:
 
 
 DISPATCH: Final = "dispatch"
-"""Cause of stalls in which the next op did not wait for a running op: it waited for a gate, or for the agent to
-start it."""
+"""Cause of stalls in which the next op did not wait for a running op: it waited for its gradient, for the call of
+`step()`, or for the agent to start it."""
 STALL_CAUSES: Final = ("h2d", "d2h", "cpu", "device", "lock", "collective", DISPATCH)
 """Stall causes that every training can have; each storage path adds its two lanes."""

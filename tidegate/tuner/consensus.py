@@ -56,7 +56,7 @@ def proposals(of_ranks: Sequence[Setting | None]) -> list[Setting]:
 
 def elect(settings: Sequence[Setting], judged: Sequence[RankPredictions]) -> tuple[Setting, float | None] | None:
     """The proposal with the shortest update of the slowest rank, and its gain; None when no proposal is better than the
-    present knobs.
+    present knobs, or some rank has no prediction for the present knobs.
 
     A proposal that some rank cannot apply is excluded. A proposal that some rank cannot predict is a probe (an
     experiment; its gain is None), and is elected only if there is no better proposal.

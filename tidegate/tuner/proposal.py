@@ -24,11 +24,12 @@ def find_move(
     backward_seconds: float | None = None,
     allowed: Callable[[EffectiveKnobs], bool] = lambda _: True,
 ) -> Move | None:
-    """Searches the best knobs by these rates; None if their predicted gain is below MINIMUM_GAIN. Arguments as in
-    `best`.
+    """Searches the best knobs by these rates; None if their predicted gain is below MINIMUM_GAIN.
 
-    If no predictable knobs are better, and other strides cannot be predicted because nothing runs on the CPU or nothing
-    on the device, the start stride of `auto` is proposed as a probe (an experiment): then both speeds are measured.
+    free: names of the knobs that may differ from `now`. cache_bytes: size to which the host cache may grow. allowed:
+    rejects knobs that do not fit. If no predictable knobs are better, and other strides cannot be predicted because
+    nothing runs on the CPU or nothing on the device, the start stride of `auto` is proposed as a probe (an experiment):
+    then both speeds are measured.
     """
     try:
         present = predicted_seconds(rank, now, rates, backward_seconds=backward_seconds)

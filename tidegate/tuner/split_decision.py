@@ -58,8 +58,7 @@ class PathStepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class PathTraffic:
-    """The bytes and busy seconds of one path in one step. Busy: an op was running. Bytes are counted by the code that
-    starts the transfers.
+    """The bytes and busy seconds of one path in one step. Busy: an op was running.
 
     `whole` describes the whole step; None if that is not known. All other fields describe only the part of the step
     from which the speed of each direction is measured. shared_read_seconds: the part of `read_seconds` in which writes
@@ -113,7 +112,7 @@ class _PathEstimate:
     @property
     def speeds(self) -> PathSpeeds:
         """The estimated speeds of both directions, consistent with the estimate for both together: on a duplex path the
-        slower direction takes as long as both together; on a shared device the times of both add up to it."""
+        slower direction takes as long as both together; on any other path the times of both add up to it."""
         read, write, both = self._read.seconds_per_byte, self._write.seconds_per_byte, self._both.seconds_per_byte
         if self._duplex:
             read, write = (both, min(write, both)) if read >= write else (min(read, both), both)
@@ -156,9 +155,10 @@ class SplitEstimator:
     def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
         """A better split of the same number of subgroups; None to keep `counts`.
 
-        Every path whose capacity is not 0 gets at least PROBE_SUBGROUPS subgroups. capacity: most subgroups of each
-        path; 0 for a path that must not be used, such as a retired path. When `counts` no longer fit, a split is
-        proposed whatever its gain. CapacityError when no split fits.
+        Every path whose capacity is not 0 gets at least PROBE_SUBGROUPS subgroups, if there are enough. capacity: most
+        subgroups of each path; 0 for a path that must not be used, such as a retired path. A split is proposed whatever
+        its gain when `counts` no longer fit, or when they give nothing to a path that must get some. CapacityError when
+        no split fits.
         """
         rates, limits = self.rates, capacity or {}
         best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE_SUBGROUPS)

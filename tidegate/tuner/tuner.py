@@ -47,7 +47,8 @@ LONG_BLOCK_STEPS: Final = 6
 """Counted steps of each further turn, if the first turn gave no clear result: longer, because each change of knobs
 costs time."""
 TURNS: Final = 3
-"""Turns of a trial after the old knobs (new, old, new); then medians decide."""
+"""Largest number of turns of a trial: after steps with the old knobs, a turn each with new, old and new knobs. Then
+medians decide."""
 REST_STEPS: Final = 50
 """Length of the pause after a trial without a clear gain: the number of steps for each change of knobs in the trial."""
 OWN_STEPS: Final = 2 * WINDOW_STEPS
@@ -342,7 +343,7 @@ def _kind(old: EffectiveKnobs, new: EffectiveKnobs) -> EffectiveKnobs:
 
 
 def difference(old: EffectiveKnobs, new: EffectiveKnobs) -> str:
-    """The changes from `old` to `new`, as text."""
+    """The changes of stride, order and host cache from `old` to `new`, as text."""
     words = [f"stride {old.stride} → {new.stride}"] if old.stride != new.stride else []
     if old.alternate != new.alternate:
         words.append(f"order {'alternate' if new.alternate else 'pinned'}")

@@ -126,7 +126,8 @@ class AgentHello(Message):
     process: ProcessId | None = None
     """Identity of the agent's process; None if the operating system does not provide it, or from older agents."""
     replaces: Label | None = None
-    """An agent that holds the rank and is known to have ended: its rank is taken over although its lease is valid."""
+    """Id of the agent that holds the rank, if its process is known to have ended: then the rank is taken over at once,
+    not only when that agent has been silent for so long that it counts as gone. None: nothing is taken over."""
 
     @model_validator(mode="after")
     def _check_subgroups(self) -> AgentHello:
@@ -138,7 +139,8 @@ class AgentHello(Message):
 
 
 class Holder(Message):
-    """The agent that holds a rank, as the problem `rank-taken` names it."""
+    """The agent that holds a rank: part of the error response with which another agent is refused that rank
+    (`rank-taken`)."""
 
     agent: Label
     host: Label
@@ -154,7 +156,8 @@ class Applied(Message):
 
 
 class AgentReport(Message):
-    """Status report of a rank, sent at most once a second; it also renews the rank's lease."""
+    """Status report of a rank, about once a second; more often if the daemon asks for it (`Lease.report_seconds`). Each
+    report makes the daemon treat the rank as live for another `lease_seconds`."""
 
     timestamp: Moment
     step: Count
@@ -200,9 +203,11 @@ LeaseSeconds = Annotated[float, Field(strict=True, gt=0, le=86_400, allow_inf_na
 
 
 class Lease(Message):
-    """Answer to AgentHello and to every report: for how long the daemon treats the rank as live without a report."""
+    """Answer to the registration of a rank (AgentHello) and to each of its reports. `lease_seconds`: for how long the
+    daemon then treats the rank as live without a report."""
 
     lease_seconds: LeaseSeconds
     directive: Directive
     report_seconds: Seconds | None = None
-    """Requested interval between reports while a canary is judged; None: the rank decides."""
+    """Requested seconds between reports while a canary (a change of knobs on trial) has no verdict; None: the rank
+    decides."""

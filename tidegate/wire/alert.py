@@ -35,8 +35,9 @@ class AlertView(Message):
 
 
 class AlertReceipt(Message):
-    """Answer to `POST /v1/alerts`: the number of alerts in the message that were changed, repeated, late, of an unknown
-    run, or over the quota."""
+    """Answer to `POST /v1/alerts`: how many alerts of the message were stored (`changed`), were already known
+    (`repeated`), are older than the stored state (`late`), or belong to an unknown run. `over_quota`: how many alerts,
+    new or stored, were left out or removed because the caller's token has too many."""
 
     changed: Count
     repeated: Count

@@ -47,7 +47,8 @@ class RankKnobs(Message):
 
 
 class MeasuredEffect(Message):
-    """Measured effect of a generation: median update seconds of the steps before and after it, on the lead rank."""
+    """Measured effect of a generation: median update seconds of the steps before and after it, on the lead rank (the
+    lowest rank that is present)."""
 
     steps_before: Count
     steps_after: Count

@@ -19,7 +19,8 @@ class PredictedUpdate(Message):
     lane_bytes: dict[Label, Count]
     """Bytes of one step on the link and on the paths, by lane."""
     host_memory_bytes: dict[Label, Count]
-    """Host memory by kind: `state` (with paths, the host cache), `mirror`, `gradient`, `slot`."""
+    """Host memory by kind: `state` (with paths, the host cache), `mirror` (copies of weights, for updates on the CPU),
+    `gradient`, and `slot` (buffers for subgroups on their way from or to a path)."""
     device_memory_bytes: Count
     """Device memory in bytes for the state of resident subgroups and for staging slots."""
     bound_seconds: Seconds
@@ -53,7 +54,8 @@ class KnobPreview(Message):
 
 
 class Advice(Message):
-    """Recommended knobs for the lead rank, including knobs that are pinned; they are not applied automatically."""
+    """Recommended knobs for the lead rank (the lowest rank that is present), including knobs that are pinned; they are
+    not applied automatically."""
 
     run: RunName
     changes: KnobChanges = {}

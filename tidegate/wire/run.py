@@ -40,8 +40,8 @@ class RankView(Message):
 
 
 class RunTotals(Message):
-    """Totals over all present ranks of the newest step that all of them have reported. Times are of the slowest
-    rank."""
+    """Totals over all present ranks (live or stale) of the newest step that all of them have reported. Each time is the
+    longest of any rank."""
 
     step: Count
     ranks: Count
@@ -76,7 +76,7 @@ class RunView(Message):
     paths: tuple[str, ...] = ()
     """Names of the storage paths of the run's ranks."""
     totals: RunTotals | None = None
-    """Totals over all ranks; None until all ranks have reported the same step."""
+    """Totals over all present ranks (live or stale); None while there is no step that all of them have reported."""
     ranks: tuple[RankView, ...]
 
 

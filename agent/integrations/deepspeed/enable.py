@@ -5,8 +5,8 @@
     tidegate.enable_deepspeed()
     engine, *_ = deepspeed.initialize(model=model, config="ds.json", …)
 
-Configurations without the block behave as before. `close()` of the handle that `enable_deepspeed` returns puts
-DeepSpeed's own function back.
+Configurations without the block behave as before. `close()` of the handle that `enable_deepspeed` returns disables
+Tidegate again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ their classes then inherit from DeepSpeed's class and not from Tidegate's."""
 
 
 _open_handles: set[DeepSpeedIntegration] = set()
-"""Handles that were not closed: while there is one, Tidegate is enabled."""
+"""Results of `enable_deepspeed` that were not closed: while there is one, Tidegate is enabled."""
 _replaced: dict[Callable[..., None], Callable[..., None]] = {}
 """Maps each replacement function of Tidegate to the DeepSpeed function that it replaces."""
 

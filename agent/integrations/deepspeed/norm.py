@@ -33,8 +33,8 @@ class ZeroNorm:
         raise ConfigError("Under DeepSpeed parameters cannot be added once the engine exists: create a new engine.")
 
     def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
-        """Computes the square of the gradient norm over all ranks, where the norm is an fp32 number, and whether the
-        step must be skipped: gradients are not finite, the norm does not fit in fp32, or a rank has `skip` set.
+        """Returns two results for all ranks: the gradient norm, rounded to fp32 and then squared; and whether the step
+        must be skipped, because gradients are not finite, the norm does not fit in fp32, or a rank has `skip` set.
         `squares`: sum of squares and number of non-finite elements of each part."""
         sums, bad = [0.0] * (max(self._subgroups) + 1), int(skip)
         for part in sorted(squares):

@@ -1,4 +1,5 @@
-"""Scalars of an update as in DeepSpeed's cpu_adam, so that Tidegate's results are equal bit for bit.
+"""Scalars of an update (step size, bias correction and others), rounded as in DeepSpeed's cpu_adam, so that
+Tidegate's results are equal bit for bit.
 
 cpu_adam keeps betas and their powers in fp32: 1 − 0.999f differs from 0.001 by a relative 1.3e-5, and the second
 moments differ by as much. It rounds a product and the following sum together (`kernels.Arithmetic.DEEPSPEED`). Elements
@@ -16,8 +17,8 @@ from tidegate.kernels.arithmetic.scalars import to_f32
 
 
 class CpuAdamScalars:
-    """Computes the scalars of an update, rounded as in cpu_adam. It has the signature of `kernels.scalars`, and may be
-    called from any thread. A resumed run gets the same scalars as an uninterrupted one.
+    """Computes the scalars of an update, rounded as in cpu_adam. It is used in place of `kernels.scalars`, with the
+    same arguments, and may be called from any thread. A resumed run gets the same scalars as an uninterrupted one.
 
     several_betas: whether param groups have different betas. cpu_adam then computes the powers of betas at each step in
         double precision; otherwise it multiplies them in fp32, step by step.

@@ -140,8 +140,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             param.grad = None
 
     def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
-        """Adds the gradient of part `number` to its sum, or copies it as the first one, because DeepSpeed reuses the
-        buffer of `gradient`. `last`: whether this is the last backward of the step."""
+        """Adds the gradient of part `number` to its sum; copies it if it is the first, because DeepSpeed reuses its
+        buffer. `last`: whether this is the last backward of the step, so that the engine can use the sum."""
         part, gradients = self._parts[number], self.tidegate.engine.gradients
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)

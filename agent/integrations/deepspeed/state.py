@@ -88,7 +88,7 @@ def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
 
 def idle_engine(optimizer: AdamW) -> Engine:
     """Waits until no update is running and returns the optimizer's engine. If the user has changed weights of the
-    model, the state is adapted to them first."""
+    model, their fp32 weights in the state are set to the changed values first."""
     optimizer.wait()
     engine = optimizer.engine
     engine.require_usable()
@@ -168,7 +168,7 @@ def _checked_name(name: str) -> str:
 
 
 def _array(arrays: Mapping[str, torch.Tensor], name: str, s: Segment) -> torch.Tensor:
-    """The range of a state array that belongs to a segment."""
+    """The range of the state array `name` that belongs to a segment (the part of one parameter in one subgroup)."""
     return arrays[name][s.start : s.start + s.numel]
 
 
