@@ -122,7 +122,8 @@ class TierStore:
         try:
             self.paths[path].make(self._kinds[subgroup])
         except PathFull as error:
-            log.warning("path %s is full: %s", path, error, extra=event("path_full", path=path, reason=str(error)))
+            said = "path %s is full, so other paths or host memory take its further state: %s"
+            log.warning(said, path, error, extra=event("path_full", path=path, reason=str(error)))
             self._full.add(path)
             raise
         except (PathUnusable, OSError) as error:

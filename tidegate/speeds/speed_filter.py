@@ -14,9 +14,9 @@ FALL_STEPS: Final = 2
 RISE_STEPS: Final = 4
 """Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
 IDLE_RISE_STEPS: Final = 16
-"""Number of consecutive faster steps after which the estimate of a path rises that is idle for most of the step. While
-a slow path delays the step, the other paths have few requests and answer them immediately. Their estimates must not
-rise before the slow path is known to be slower."""
+"""Number of consecutive faster steps after which the estimate rises, if the path is idle for most of the step. While a
+slow path delays the step, the other paths have few requests and answer them immediately. Their estimates must not rise
+before the slow path is known to be slower."""
 MAX_RISE_FACTOR: Final = 2.0
 """Largest factor by which the estimated speed may rise in one step."""
 MIN_RISE_STEPS: Final = 8
@@ -48,7 +48,7 @@ class SpeedFilter:
         stays as it is; otherwise the nearer end of the range counts as the measured value.
 
         rested: by its estimated speed, the path was idle for most of the step. Then a rise needs more steps
-            (IDLE_RISE_STEPS).
+        (IDLE_RISE_STEPS).
         """
         self._step += 1
         measured = min(max(self.seconds_per_byte, least), most)

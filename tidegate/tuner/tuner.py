@@ -42,10 +42,11 @@ PROVEN_GAIN: Final = MINIMUM_GAIN / 2
 UNCOUNTED_STEPS: Final = 1
 """Steps after each change of knobs that are not counted, because state moves to its new residences."""
 BLOCK_STEPS: Final = 3
-"""Counted steps of the new knobs' first turn; they are compared with as many steps of the old knobs just before."""
+"""Number of steps with the new knobs in the first turn of a trial (old and new knobs take turns; after each change,
+UNCOUNTED_STEPS steps are left out). They are compared with as many steps of the old knobs just before the trial."""
 LONG_BLOCK_STEPS: Final = 6
-"""Counted steps of each further turn, if the first turn gave no clear result: longer, because each change of knobs
-costs time."""
+"""Number of counted steps of each further turn, if the first turn gave no clear result. These turns are longer, because
+each change of knobs costs time."""
 TURNS: Final = 3
 """Largest number of turns of a trial: after steps with the old knobs, a turn each with new, old and new knobs. Then
 medians decide."""

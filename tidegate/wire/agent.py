@@ -127,7 +127,7 @@ class AgentHello(Message):
     """Identity of the agent's process; None if the operating system does not provide it, or from older agents."""
     replaces: Label | None = None
     """Id of the agent that holds the rank, if its process is known to have ended: then the rank is taken over at once,
-    not only when that agent has been silent for so long that it counts as gone. None: nothing is taken over."""
+    not only when that agent has been silent for so long that it counts as gone."""
 
     @model_validator(mode="after")
     def _check_subgroups(self) -> AgentHello:

@@ -58,7 +58,7 @@ class PathState(Message):
     bytes: dict[PathOperation, Count] = {}
     lock_wait_seconds: dict[PathOperation, Duration] = {}
     errors: dict[PathOperation, Count] = {}
-    """Number of reads and writes that failed, including those that were repeated with success."""
+    """Number of failed attempts to read or write. Also counts failures after which a repeated attempt succeeded."""
     ceiling_bytes_per_second: dict[PathOperation, Speed] = {}
     """Speed of the path alone, measured when the run began."""
     written_bytes_per_day: Speed | None = None
