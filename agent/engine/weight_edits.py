@@ -121,11 +121,11 @@ class WeightEdits:
         self._samples.set_tensors(dict(enumerate(self._params)))
 
     def _reset_aux(self, layout: Layout, only: set[int] | None = None, moved: Collection[int] = ()) -> None:
-        """Resets remainders or fp32 masters of the weights in a subgroup: of all parameters, or only of the parameters
-        in `only`.
+        """Resets the remainders or fp32 masters of a subgroup to what the present weights give: of all parameters, or
+        only of those in `only`.
 
-        `moved`: parameters whose samples are unchanged. Elements that are not sampled may have changed, so each of
-        their masters that does not round to its weight is reset; the others stay.
+        `moved`: parameters whose address may have changed, but not their samples (see `Fingerprints`). Of these,
+        only masters that do not round to their weight are reset, because other elements may have been edited.
         """
         if not layout.format.aux_bytes:
             return

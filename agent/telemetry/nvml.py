@@ -87,7 +87,7 @@ class WrappingCounter:
 
 
 class _Fields:
-    """Source of PCIe bytes: byte counters (`fields`)."""
+    """Source of PCIe bytes with the name `fields`: counters of bytes, which NVML gives as field values."""
 
     name = "fields"
 

@@ -40,7 +40,10 @@ class FastRoute(APIRoute):
         self._body: dict[str, type[BaseModel]] = {n: hint for n, hint in models.items() if n not in self._query}
         others = [name for name, model in (self._query | self._body).items() if not issubclass(model, BaseModel)]
         if others or len(self._body) > 1 or not {"plane", "agent"} <= {*hints}:
-            raise TypeError(f"{endpoint.__name__} must take plane, agent and models only, one model as the body")
+            raise TypeError(
+                f"{endpoint.__name__} has wrong parameters: a fast route takes `plane`, `agent`, `token` if needed, "
+                "and pydantic models: those in Annotated are read from the query, at most one other from the body"
+            )
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):

@@ -43,7 +43,8 @@ def effect(view: GenerationView) -> str:
 
 
 def predicted(view: GenerationView) -> tuple[float, float] | None:
-    """Predicted update seconds before and after, from the trial or from this viewer's preview; None if unknown."""
+    """The update times in seconds that the model predicted with the knobs before and after this change of knobs, from
+    the stored trial or from this viewer's preview; None if there was neither."""
     trial = view.canary
     if trial and trial.predicted_update_seconds_before is not None and trial.predicted_update_seconds_after is not None:
         return trial.predicted_update_seconds_before, trial.predicted_update_seconds_after

@@ -72,7 +72,8 @@ def bounded_framing(body: Iterable[bytes]) -> Iterator[bytes]:
         received = getattr(_this_thread, "received", 0) - received_before
         if received > MAX_HEAD_BYTES + _FRAMING_FACTOR * content:
             raise httpcore.ReadError(
-                f"only {content:,} of the answer's {received:,} bytes are content, the rest is HTTP framing"
+                f"the server's answer is refused: of {received:,} bytes received, only {content:,} are content, the "
+                "rest is HTTP framing"
             )
         yield piece
         received_before = _this_thread.received - received  # the caller may use other connections between two pieces
