@@ -18,9 +18,10 @@ import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import hello
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
+from tidegate.agent.control import link_timing
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.control.daemon_link import AgentLink
-from tidegate.agent.control.link_timing import pause_after_report
+from tidegate.agent.control.link_timing import MAX_BACKOFF_SECONDS, backoff, pause_after_report
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import KnobError, StaleKnobs
@@ -282,3 +283,32 @@ def test_two_ranks_apply_a_generation_between_the_same_two_steps(daemon: DaemonP
     finally:
         ranks.kill()
         ranks.wait()
+
+
+def test_the_pause_before_another_attempt_doubles_up_to_a_bound() -> None:
+    """Each is between half of it and all of it, so that ranks do not come back at one moment."""
+    for failures in (1, 2, 3, 4, 5, 10, 1_000_000):
+        longest = min(MAX_BACKOFF_SECONDS, 0.25 * 2.0 ** min(failures, 10))
+        found = {backoff(failures) for _ in range(100)}
+        assert longest / 2 <= min(found) < 0.7 * longest
+        assert 0.8 * longest < max(found) <= longest
+
+
+def test_a_thread_of_the_link_that_fails_again_and_again_waits_ever_longer(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    training = Training()
+    with training.optimizer:
+        link = attached(training, daemon).link
+        assert link is not None
+        monkeypatch.setattr(link_timing, "backoff", lambda failures: waited.append(failures) or 0.0)
+
+        def work() -> None:
+            if len(waited) < 5:
+                raise RuntimeError("on purpose")
+
+        before = link.restarts
+        link._run_forever("report", work)
+        assert waited == [1, 2, 3, 4, 5]
+        assert link.restarts == before + 5
