@@ -183,7 +183,7 @@ class _Gpm:
 
 
 class _Throughput:
-    """Source of present PCIe speeds (`throughput`), without bytes."""
+    """Source of PCIe speeds with the name `throughput`: NVML's present speeds. It gives no counts of bytes."""
 
     name = "throughput"
     period_seconds = PERIOD_SECONDS

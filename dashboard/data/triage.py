@@ -22,8 +22,9 @@ model recommends a change of knobs."""
 NEARLY_FULL_SHARE: Final = 0.95
 """Share of device memory from which it counts as full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
-"""Urgency classes; lower is more urgent, and a fraction orders the tasks within a class. Late (stale) ranks are less
-urgent than a full device, because they usually come back."""
+"""Urgency of a task; lower is more urgent, and a fraction orders tasks of one kind. A rank is lost; an alert fires; the
+device memory is nearly full; a rank is late (stale; it usually comes back); a run waits for a large share of its steps;
+its update is a large share of the step."""
 RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
 """A run that has been lost for longer than this has no task."""
