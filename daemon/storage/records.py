@@ -103,7 +103,9 @@ def audit_of(row: AuditEntry) -> AuditRow:
 def agent_of(row: AgentRow) -> AgentRecord:
     hello = AgentHello.model_validate(row.hello)
     if (hello.run, hello.rank, hello.agent) != (row.run, row.rank, row.agent):
-        raise ValueError("run, rank or agent of the stored row differ from those in the registration message that it holds")
+        raise ValueError(
+            "run, rank or agent of the stored row differ from those in the registration message that it holds"
+        )
     last_report = LastReport.model_validate(row.told or {}).model_dump(exclude_unset=True)
     more = {name: getattr(row, name) for name in ("liveness", "last_seen", "step", "applied_generation")}
     return _AGENT.validate_python({"hello": hello, "last_report": last_report, "owner": row.owner or "", **more})

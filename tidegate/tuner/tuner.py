@@ -30,8 +30,8 @@ LONGEST_WAIT_STEPS: Final = 64
 SEARCH_SHARE: Final = 3e-4
 """Largest share of the run's time for searches."""
 URGENT_SHARE: Final = 1e-3
-"""Searches at once after a drift (a lasting change of speeds) have a budget of time of their own. It grows by this share
-of the run's time."""
+"""Searches at once after a drift (a lasting change of speeds) have a budget of time of their own. It grows by this
+share of the run's time."""
 SAVED_SECONDS: Final = 0.25
 """Largest unused budget for searches after a drift, in seconds (or the time of one search, if that is longer). A run
 begins with this budget, because rates may drift more than once soon after the start, when a search takes tens of
