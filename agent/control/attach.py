@@ -11,7 +11,6 @@ import torch
 from tidegate.agent.control.attach_checks import AttachSettings
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
-from tidegate.errors import ConfigError
 
 
 def attach(
@@ -63,7 +62,4 @@ def attach(
         run=run, daemon=daemon, token=token, metrics_bind=metrics_bind, metrics_port=metrics_port,
         advertise_host=advertise_host, reset_knobs=reset_knobs, strict=strict,
     )  # fmt: skip
-    given: object = model
-    if given is not None and not isinstance(given, torch.nn.Module):
-        raise ConfigError(f"model is a {type(given).__name__}, not a torch.nn.Module: give the model, or leave it out.")
     return Attachment(unwrapped(optimizer, "attach"), model, settings)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from tidegate.agent.control.daemon_link import AgentLink
@@ -74,6 +75,12 @@ class AttachSettings:
                 f"advertise_host={_shown(host)} is not a host: give a name or an address of at most {_LONGEST_HOST} "
                 "characters."
             )
+
+
+def check_model(model: object) -> None:
+    """Raises ConfigError unless `model` is a module or None."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module: give the model, or leave it out.")
 
 
 def metrics_port_of_rank(first: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from tidegate.agent.control import attachment_registry
 from tidegate.agent.control.attach_checks import (
     AttachSettings,
+    check_model,
     configure_logs,
     connect,
     metrics_port_of_rank,
@@ -59,6 +60,7 @@ class Attachment:
         self.run, self.rank, self.world_size = settings.run, self._ranks.rank, self._ranks.count
         with raise_on_all_ranks(self._ranks):
             settings.check()
+            check_model(model)
             configure_logs(settings.strict)
             self._close_conflicting(optimizer, settings.strict)
         optimizer.wait()  # a step that runs already is not recorded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from typing import Annotated, Final
@@ -94,9 +93,7 @@ async def directive(
         left = deadline - time.monotonic()
         if current.committed > message.committed or has_new_proposal or left <= 0 or plane.closing:
             return current
-        notifier = run.directive_notifier
-        with token.call_at_end(functools.partial(notifier.notify, agent)):
-            await notifier.wait(left, agent)
+        await token.wait(run.directive_notifier, left, agent)
         token.require_valid()
 
 
@@ -113,9 +110,7 @@ async def vote(
         left = deadline - time.monotonic()
         if run.control.is_decided(message.generation) or left <= 0 or plane.closing:
             return serializers.directive(run, member.hello.rank)
-        notifier = run.directive_notifier
-        with token.call_at_end(functools.partial(notifier.notify, agent)):
-            await notifier.wait(left, agent)
+        await token.wait(run.directive_notifier, left, agent)
         token.require_valid()
 
 

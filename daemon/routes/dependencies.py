@@ -5,8 +5,7 @@ All dependencies are async functions, because FastAPI runs each call of a synchr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from fastapi import Depends, Query, Request
 
 from tidegate.daemon.control.alerts import AlertRegistry
 from tidegate.daemon.control.control_plane import ControlPlane
+from tidegate.daemon.control.run import Notifier
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 
@@ -69,9 +69,10 @@ class RequestToken:
         if not self.is_valid():
             raise ProblemError(401, "token-ended", "The token was withdrawn or has expired: ask for a new one.")
 
-    def call_at_end(self, on_end: Callable[[], object]) -> AbstractContextManager[None]:
-        """Context manager: while it is active, `on_end` is called, within a second, if the token ends."""
-        return self.tokens.call_at_end(self.token, on_end)
+    async def wait(self, notifier: Notifier, seconds: float, who: str) -> None:
+        """Waits until `notifier` notifies the caller `who` or the token ends, at most `seconds`."""
+        with self.tokens.call_at_end(self.token, functools.partial(notifier.notify, who)):
+            await notifier.wait(seconds, who)
 
 
 def request_token(tokens: Tokens, authorization: str) -> RequestToken:

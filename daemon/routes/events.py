@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -33,7 +32,7 @@ async def events(
 
 
 async def _stream(plane: ControlPlane, token: RequestToken, run: Run, last: int) -> AsyncIterator[str]:
-    notifier, stream = run.event_notifier, uuid.uuid4().hex
+    stream = uuid.uuid4().hex
     yield ": welcome\n\n"  # sends the headers at once
     while not plane.closing and token.is_valid() and plane.registry.runs.get(run.name) is run:
         fresh = [event for event in run.events if event.id > last]
@@ -42,7 +41,6 @@ async def _stream(plane: ControlPlane, token: RequestToken, run: Run, last: int)
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
         if not fresh:
             seen = run.events[-1].id if run.events else last
-            with token.call_at_end(functools.partial(notifier.notify, stream)):
-                await notifier.wait(KEEP_ALIVE_SECONDS, stream)
+            await token.wait(run.event_notifier, KEEP_ALIVE_SECONDS, stream)
             if not run.events or run.events[-1].id == seen:
                 yield ": still here\n\n"

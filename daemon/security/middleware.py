@@ -163,19 +163,17 @@ class SecurityMiddleware:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return None
+        body = bytearray()
         if length == "0" and "transfer-encoding" not in headers:
-            return b""
-        message = await receive()
-        body, more = message.get("body", b""), message.get("more_body", False)
-        if more:
-            body = bytearray(body)
-        while message["type"] != "http.disconnect" and len(body) <= most:
-            if not more:
-                return bytes(body)
+            return bytes(body)
+        more = True
+        while more:
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        return None
+            if len(body) > most or message["type"] == "http.disconnect":
+                return None
+        return bytes(body)
 
 
 async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:

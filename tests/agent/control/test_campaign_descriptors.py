@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -18,6 +17,7 @@ import torch
 import tidegate
 from tests.agent.checkpoints.refused import descriptors_left
 from tests.agent.checkpoints.victim import OPTIONS, backward, fingerprint, fresh_params, uninterrupted
+from tests.agent.telemetry.test_exporter import scrape
 
 pytestmark = pytest.mark.torture
 ROUNDS = 120
@@ -28,12 +28,6 @@ SILENT = 40
 SILENT_ROUNDS = 8
 """One round in so many has silent connections."""
 OFFLOAD = {"cpu_threads": 1, "stride": 2.0, "subgroup_numel": 1500, "tier_split": "disk:2,memory:1", "host_cache": 0}
-
-
-def scrape(port: int) -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        text: bytes = answer.read()
-    return text
 
 
 def silent_connections(port: int) -> list[socket.socket]:
