@@ -10,13 +10,14 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.certificates import certificate_for, serving
-from tests.hostile import Hostile, hostile, plain, trickling
+from tests.hostile import Answer, Hostile, hostile, plain, trickling
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.streams import MAX_HEAD_BYTES
 from tidegate.errors import DaemonError, DaemonUnreachable
@@ -33,6 +34,18 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
+
+
+def test_each_of_many_threads_has_a_connection() -> None:
+    """At a limit, httpcore's pool closes connections that it has given to a thread."""
+    all_asked = threading.Barrier(32, timeout=20.0)
+
+    def answer(_: str, __: int) -> Answer:
+        all_asked.wait()
+        return plain([])
+
+    with hostile(answer) as daemon, DaemonClient(daemon.url, "t") as client, ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(lambda _: client.runs(), range(32))) == [[]] * 32
 
 
 # ---- headers

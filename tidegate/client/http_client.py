@@ -61,7 +61,11 @@ class HttpClient:
         self._url = url
         self._path = url.raw_path.partition(b"?")[0].rstrip(b"/")
         # Idle connections are kept for less time than the daemon keeps them: it could close one during a request.
-        limits: dict[str, Any] = {"ssl_context": trust, "keepalive_expiry": 30.0, "network_backend": Backend(check)}
+        # Their number has no limit, so each thread has one: at its limit, httpcore's pool closes an idle connection to
+        # open another one, and can close one that it has given to a thread whose request has not begun.
+        limits: dict[str, Any] = {
+            "ssl_context": trust, "keepalive_expiry": 30.0, "max_connections": None, "network_backend": Backend(check),
+        }  # fmt: skip
         proxy = None if direct else _proxy_for(url)
         if proxy is None:
             self._pool = httpcore.ConnectionPool(**limits)
