@@ -13,15 +13,15 @@ import torch
 from tidegate.agent.devices.base import Copy, Device
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.buffers import HostBuffers
-from tidegate.agent.engine.slot_sizes import device_slot_bytes, host_slot_bytes
 from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import MemoryBudgetError, NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement
-from tidegate.plan.ops import D2H, H2D, BufferId, Residence, is_path
+from tidegate.plan.ops import D2H, H2D, BufferId, Processor, Residence, is_path
 from tidegate.plan.placement import place_subgroups
+from tidegate.plan.slot_sizes import device_slot_bytes, host_slot_bytes
 
 
 class StateMemory:
@@ -69,6 +69,9 @@ class StateMemory:
         self.layouts += layouts
         self.residence += ["host"] * len(layouts)
         self.mirror_valid += [False] * len(layouts)
+        sizes = [layout.subgroup() for layout in self.layouts]
+        self._device_slot_bytes = device_slot_bytes(sizes, gradients=self._slot_gradients)
+        self._host_slot_bytes = host_slot_bytes(sizes, gradients=not self._slot_gradients)
         self._free_slots()
         self.host_slots.clear()
 
@@ -99,7 +102,7 @@ class StateMemory:
         `Op.host_weight` and `Op.host_grad`)."""
         kind, number = place
         if kind.startswith("host_slot"):
-            state, weight, _ = self._host_slot_bytes()
+            state, weight, _ = self._host_slot_bytes
             behind = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}[kind]
             return self.host_slots[number].data_ptr() + behind
         return {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}[kind][
@@ -112,34 +115,29 @@ class StateMemory:
 
     def slot_gradient(self, slot: int) -> int:
         """The device address of the room for a spilled gradient in this slot."""
-        return self.slots[slot] + self._slot_bytes(self.layouts)[0]
+        return self.slots[slot] + self._device_slot_bytes[0]
 
     # ---- memory that placements need
 
     def state_bytes_on_device(
-        self, placed: Sequence[tuple[str, Residence]], more: Sequence[Layout] = ()
+        self, processors: Sequence[Processor], after: Sequence[Residence], more: Sequence[Layout] = ()
     ) -> tuple[int, int]:
         """Device bytes of residents and of slots during a step that ends with these placements.
 
         Residents that leave the device do so after their last update there: for one step, old and new residents both
         need room.
 
-        placed: processor and residence of each subgroup. more: subgroups to be added.
+        processors, after: processor, and residence after the step, of each subgroup. more: subgroups to be added.
         """
         layouts = [*self.layouts, *more]
         residents = sum(
-            s.numel * s.format.state_bytes for s, (_, lives) in zip(layouts, placed, strict=True)
+            s.numel * s.format.state_bytes for s, lives in zip(layouts, after, strict=True)
             if lives == "device" or (s.id in self._resident and s.id not in self._allocated_ahead)
         )  # fmt: skip
-        staged = any(where == ("device", "host") for where in placed)
-        slots = self._num_slots * sum(self._slot_bytes(layouts)) if staged or self.slots else 0
-        return residents, slots
-
-    def _slot_bytes(self, layouts: Sequence[Layout]) -> tuple[int, int]:
-        return device_slot_bytes(layouts, gradients=self._slot_gradients)
-
-    def _host_slot_bytes(self) -> tuple[int, int, int]:
-        return host_slot_bytes(self.layouts, gradients=not self._slot_gradients)
+        staged = any(p == "device" and lives != "device" for p, lives in zip(processors, after, strict=True))
+        sizes = [layout.subgroup() for layout in layouts]
+        slot = device_slot_bytes(sizes, gradients=self._slot_gradients) if staged or self.slots else (0, 0)
+        return residents, self._num_slots * sum(slot)
 
     def stage(self, placements: Sequence[Placement]) -> None:
         """Allocates the memory of the next step, except host buffers for state if the run has storage paths: weight
@@ -155,9 +153,9 @@ class StateMemory:
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
                 self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
-                self.slots.append(self.device.alloc(sum(self._slot_bytes(self.layouts))))
+                self.slots.append(self.device.alloc(sum(self._device_slot_bytes)))
             while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
-                self.host_slots.append(self.device.host_buffer(sum(self._host_slot_bytes())))
+                self.host_slots.append(self.device.host_buffer(sum(self._host_slot_bytes)))
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
                 self._allocated_ahead.add(s)
@@ -190,7 +188,7 @@ class StateMemory:
                 self.device.free(self._resident.pop(s))
             if self.store is not None and lives != "host":  # what is cached keeps its place on its path
                 self.store.remove_other_copies(s, lives)
-            self.mirror_valid[s] = placed.processor == "cpu" and not placed.uses_host_slot
+            self.mirror_valid[s] = placed.leaves_mirror
             if not self.mirror_valid[s]:
                 self._mirror.release(s)
             if placed.grad_in_slot or (placed.processor == "device" and not placed.spilled):
@@ -331,7 +329,7 @@ class StateMemory:
 
     def host_slot_bytes(self) -> int:
         """Bytes of all staging slots in host memory, which are allocated while state is on paths."""
-        return self._num_host_slots * sum(self._host_slot_bytes())
+        return self._num_host_slots * sum(self._host_slot_bytes)
 
     def check_host(self, cache_bytes: int) -> None:
         """Raises MemoryBudgetError, with figures, if host slots and a host cache of `cache_bytes` do not fit in host
@@ -356,13 +354,14 @@ class StateMemory:
         """
         layouts = [*self.layouts, *more]
         placed = place_subgroups(len(layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
-        residents, slots = self.state_bytes_on_device(placed, more)
+        after = [lives for _, lives in placed]
+        residents, slots = self.state_bytes_on_device([processor for processor, _ in placed], after, more)
         available = self.device.capacity_bytes - reserved_bytes
         if residents + slots > available:
             sizes = [s.numel * s.format.state_bytes for s in layouts]
             share = max(0.0, (available - slots) / sum(sizes))
-            after = sum(size for size, (_, lives) in zip(sizes, placed, strict=True) if lives == "device")
-            first = " Lower static_ratio with stride=off first, then set stride." if residents > after else ""
+            wanted = sum(size for size, lives in zip(sizes, after, strict=True) if lives == "device")
+            first = " Lower static_ratio with stride=off first, then set stride." if residents > wanted else ""
             raise MemoryBudgetError(
                 f"static_ratio={static_ratio:g} does not fit the device: residents need {residents:,} bytes and "
                 f"{self._num_slots} slots {slots:,}, but {max(available, 0):,} of {self.device.capacity_bytes:,} bytes "

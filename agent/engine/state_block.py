@@ -8,9 +8,7 @@ import torch
 
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import WeightFormat
-
-PAGE_BYTES = 4096
-"""The size of each host buffer that is copied to and from storage paths is a multiple of this number of bytes."""
+from tidegate.plan.slot_sizes import whole_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,3 @@ def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[
 def state_buffer_bytes(layout: Layout) -> int:
     """Bytes of the subgroup's state buffer in host memory, in whole pages."""
     return whole_pages(layout.numel * layout.format.state_bytes)
-
-
-def whole_pages(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

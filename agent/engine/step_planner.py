@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
 from tidegate.agent.engine.residency import Residences
-from tidegate.agent.gradients.gradient_spilling import spilled_gradients
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import PathFull, PathUnusable
-from tidegate.plan import Placement, Plan, make_plan, place_subgroups, verify
+from tidegate.plan import Placement, Plan, make_plan, verify
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Processor, Residence, is_path
 from tidegate.plan.path_times import PathOpTimes
+from tidegate.plan.residency import GradientBudget, NextResidences, next_residences, placement, spilled_gradients
 from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import PathSpeeds
 
@@ -72,22 +71,22 @@ class StepPlanner:
         """With storage paths: places subgroups that have no state yet in host memory or on a path, according to the
         knobs."""
         if self._residences is not None:
-            placed = self._place(effective)
             residences = self._residences
             self._retry_on_path_failure(
-                lambda: self._memory.place_new_subgroups(
-                    residences.next_residences(self.subgroups, placed, effective)[0]
-                )
+                lambda: self._memory.place_new_subgroups(residences.next(self.subgroups, effective)[0].after)
             )
 
     def stage(self, effective: EffectiveKnobs) -> None:
         """Allocates memory for the next plan with the knobs `effective`, on the device and on the host, before the plan
         is made."""
+        # Paths are decided later: until then, state on a path stays there.
+        decided = next_residences(self.subgroups, effective, None, "ascending")
         lives = self._memory.residence
-        placed = self._place(effective)
-        spilled = self._spilled(placed, self._gradient_room(placed))
-        stay = [now if is_path(now) and then == "host" else then for now, (_, then) in zip(lives, placed, strict=True)]
-        self._memory.stage([self._placement(i, placed[i][0], stay[i], spilled[i]) for i in range(len(placed))])
+        after = [
+            now if is_path(now) and then == "host" else then for now, then in zip(lives, decided.after, strict=True)
+        ]
+        room_bytes = self._gradient_room(decided.processors, after)
+        self._memory.stage(self._placements(decided.processors, after, room_bytes))
 
     def prepare(self, effective: EffectiveKnobs, gradient_order: tuple[int, ...] | None) -> tuple[Plan, int]:
         """Makes the plan of the next step, and allocates all memory and all space on paths that it needs.
@@ -95,21 +94,17 @@ class StepPlanner:
         Returns the plan, and the bytes that gradients may take on the device until they are used. gradient_order: the
         subgroups in the order in which their gradients are expected; None if that is unknown.
         """
-        placed = self._place(effective)
-        room_bytes = self._gradient_room(placed)
-        spilled = self._spilled(placed, room_bytes)
-        plans: list[Plan] = []
+        plans: list[tuple[Plan, int]] = []
 
         def attempt() -> None:
-            after, order = self._next_residences(placed, effective)
-            placements = tuple(
-                self._placement(i, processor, after[i], spilled[i]) for i, (processor, _) in enumerate(placed)
-            )
+            decided, order = self._next_residences(effective)
+            room_bytes = self._gradient_room(decided.processors, decided.after)
+            placements = self._placements(decided.processors, decided.after, room_bytes)
             self._memory.prepare(placements)
-            plans.append(self._plan(placements, order, gradient_order))
+            plans.append((self._plan(placements, order, gradient_order), room_bytes))
 
         self._retry_on_path_failure(attempt)
-        return plans[0], room_bytes
+        return plans[0]
 
     def check(self, effective: EffectiveKnobs, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
         """Checks that device, host memory and paths can hold the state with these knobs and with `more` additional
@@ -129,38 +124,35 @@ class StepPlanner:
             self._residences.check(subgroups, effective)
             self._memory.check_host(effective.host_cache_bytes)
 
-    def _place(self, effective: EffectiveKnobs) -> tuple[tuple[Processor, Residence], ...]:
-        """Processor and residence (device or host) of each subgroup, as the knobs place it."""
-        return place_subgroups(len(self.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
-
-    def _next_residences(
-        self, placed: Sequence[tuple[Processor, Residence]], effective: EffectiveKnobs
-    ) -> tuple[list[Residence], StepOrder]:
+    def _next_residences(self, effective: EffectiveKnobs) -> tuple[NextResidences, StepOrder]:
         if self._residences is None:
-            return [residence for _, residence in placed], "ascending"
-        return self._residences.next_residences(self.subgroups, placed, effective)
+            return next_residences(self.subgroups, effective, None, "ascending"), "ascending"
+        return self._residences.next(self.subgroups, effective)
 
-    def _placement(self, subgroup: int, processor: Processor, after: Residence, spilled: bool) -> Placement:
-        before = self._memory.residence[subgroup]
-        placed = Placement(processor, before, after, self._memory.mirror_valid[subgroup], spilled)
-        if not placed.uses_host_slot:
-            return placed
-        # The host slot has room for the gradient, too, but in mode `release` a gradient cannot wait for a free slot.
-        in_slot = processor == "cpu" and self._settings.gradients == "keep"
-        return replace(placed, mirror_valid=False, grad_in_slot=in_slot)
+    def _placements(
+        self, processors: Sequence[Processor], after: Sequence[Residence], room_bytes: int
+    ) -> tuple[Placement, ...]:
+        """The placement of each subgroup. room_bytes: device memory for gradients that are not used yet."""
+        before, mode = self._memory.residence, self._settings.gradients
+        spilled = spilled_gradients(self.subgroups, processors, before, after, room_bytes)
+        rows = zip(processors, before, after, self._memory.mirror_valid, spilled, strict=True)
+        return tuple(placement(*row[:3], mirror_valid=row[3], spilled=row[4], mode=mode) for row in rows)
 
-    def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
+    def _gradient_room(self, processors: Sequence[Processor], after: Sequence[Residence]) -> int:
         """Bytes of device memory for gradients that are not used yet. In mode `keep` this is the size of all gradients,
         because the framework owns their memory."""
         if self._settings.gradients == "keep":
             return sum(s.nbytes("gradient") for s in self.subgroups)
         weights = sum(s.nbytes("weight") for s in self.subgroups)
-        left = self._memory.device.capacity_bytes - self._settings.headroom_bytes - weights
-        room = left - sum(self._memory.state_bytes_on_device(placed))
-        return min(room, self._settings.gradient_memory_bytes or room)
+        return self.gradient_budget.room_bytes(weights + sum(self._memory.state_bytes_on_device(processors, after)))
 
-    def _spilled(self, placed: Sequence[tuple[str, Residence]], room_bytes: int) -> list[bool]:
-        return spilled_gradients(self._memory.layouts, self._memory.residence, placed, room_bytes)
+    @property
+    def gradient_budget(self) -> GradientBudget:
+        """Limits of the device memory for released gradients."""
+        settings = self._settings
+        return GradientBudget(
+            self._memory.device.capacity_bytes - settings.headroom_bytes, settings.gradient_memory_bytes
+        )
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
         """Calls `attempt`, which places subgroups, and repeats it when a path is found to be full or unusable. The

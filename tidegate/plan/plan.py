@@ -41,6 +41,11 @@ class Placement:
         return "host" not in (self.before, self.after) and (is_path(self.before) or is_path(self.after))
 
     @property
+    def leaves_mirror(self) -> bool:
+        """Whether the copy of the weight in host memory (the mirror) equals the weight on the device after the step."""
+        return self.processor == "cpu" and not self.uses_host_slot
+
+    @property
     def pool(self) -> str:
         """The path from which the state comes, else the residence to which it goes. If the subgroup uses a host slot,
         this is the path to which the slot belongs."""

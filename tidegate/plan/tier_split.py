@@ -18,6 +18,8 @@ from tidegate.errors import CapacityError, ConfigError
 SubgroupCounts = dict[str, int]
 """Subgroups by path."""
 
+MINIMUM_GAIN: Final = 0.05
+"""Smallest gain for which subgroups move to another path, as a share of the makespan."""
 _REMEDY: Final = "Free space on a path, add one, or raise host_cache."
 
 
@@ -113,6 +115,32 @@ def balanced_split(
         if counts[name] < rooms[name]:
             heapq.heappush(queue, ((counts[name] + 1) * cost[name], place, name))
     return counts
+
+
+def rebalanced(
+    counts: Mapping[str, int],
+    rates: Mapping[str, PathSpeeds],
+    *,
+    capacity: Mapping[str, int] | None = None,
+    minimum: int = 1,
+    minimum_gain: float = MINIMUM_GAIN,
+) -> SubgroupCounts | None:
+    """A better split of the same number of subgroups by these speeds; None to keep `counts`.
+
+    A split is better if its makespan is shorter by `minimum_gain` (a share). capacity: most subgroups of each path; 0
+    for a path that must not be used, such as a retired path. minimum: fewest subgroups of each path whose capacity is
+    not 0, if there are enough. A split is returned whatever its gain when `counts` no longer fit, or when they give
+    nothing to a path that must get some. CapacityError when no split fits.
+    """
+    limits = capacity or {}
+    best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=minimum)
+    if any(n > limits.get(name, n if name in rates else 0) for name, n in counts.items()):
+        return best
+    usable = [name for name in rates if limits.get(name, 1) > 0]
+    if all(best[name] for name in usable) and not all(counts.get(name) for name in usable):
+        return best
+    now, then = makespan_seconds(counts, rates, 1), makespan_seconds(best, rates, 1)
+    return best if then < (1 - minimum_gain) * now else None
 
 
 def assign_paths(

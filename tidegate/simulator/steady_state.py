@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final
 
 from tidegate.errors import ConfigError
-from tidegate.plan.effective_knobs import EffectiveKnobs, Split, divide, host_cached_ids
-from tidegate.plan.ops import Norms, Op, Residence, Subgroup, is_path, path_lanes
+from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.ops import Norms, Op, Processor, Residence, Subgroup, path_lanes
 from tidegate.plan.path_times import PathOpTimes, rounded_step_delay
-from tidegate.plan.placement import place_subgroups, steady_placements
 from tidegate.plan.plan import Placement, Plan
 from tidegate.plan.planner import make_plan
+from tidegate.plan.residency import (
+    GradientBudget,
+    GradientMode,
+    TierState,
+    next_residences,
+    placement,
+    spilled_gradients,
+    step_order,
+)
+from tidegate.plan.slot_sizes import device_slot_bytes, host_slot_bytes, whole_pages
 from tidegate.plan.tasks import StepOrder, Work, step_work
-from tidegate.plan.tier_split import PathSpeeds, assign_paths
+from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.rate_card import RateCard
 
 MAX_SIMULATED_SUBGROUPS: Final = 400
@@ -23,8 +33,6 @@ MAX_SIMULATED_SUBGROUPS: Final = 400
 MAX_SIMULATED_TIERED: Final = 96
 """Most subgroups of a simulation with storage paths. It takes longer: a subgroup has about twice as many ops, and lanes
 slow each other down."""
-_PAGE_BYTES: Final = 4096
-"""State in host memory occupies whole pages of so many bytes."""
 _DUPLEX: Final = 0.9
 """Smallest interference factor of a duplex path: its reads keep at least this share of their speed while it also
 writes."""
@@ -39,17 +47,18 @@ class Rank:
     where absent. gradient_order: ids of all subgroups in the order in which their gradients arrive; None for the
     reverse order of ids. step_at: seconds after the first gradient at which plans expect `step()`; None to derive it
     from the length of the backward. path_speeds: speeds by which the engine orders ops; None for the speeds of the rate
-    card.
+    card. gradient_budget: limits of the device memory for released gradients; None for no limit.
     """
 
     subgroups: Sequence[Subgroup]
     num_slots: int
     host_slots: Mapping[str, int] = field(default_factory=dict)
-    gradients: Literal["keep", "release"] = "keep"
+    gradients: GradientMode = "keep"
     capacity: Mapping[str, int] = field(default_factory=dict)
     gradient_order: Sequence[int] | None = None
     step_at: float | None = None
     path_speeds: Mapping[str, PathSpeeds] | None = None
+    gradient_budget: GradientBudget | None = None
 
     def __post_init__(self) -> None:
         if not self.subgroups:
@@ -97,11 +106,9 @@ class SteadyStep:
     def device_bytes(self) -> int:
         """Device memory for residents and staging slots, in bytes. A slot has the size of the largest subgroup; without
         staged subgroups there are no slots."""
-        both = list(zip(self.rank.subgroups, self.placements, strict=True))
-        residents = sum(s.nbytes("state") for s, p in both if p.after == "device")
-        if not any(p.is_staged for p in self.placements):
-            return residents
-        return residents + self.rank.num_slots * max(s.nbytes("state") for s in self.rank.subgroups)
+        return _device_state_bytes(
+            self.rank, [p.processor for p in self.placements], [p.after for p in self.placements]
+        )
 
     def host_bytes(self) -> dict[str, int]:
         """Host memory in bytes, by kind: `state`, `mirror` (copies of weights, for updates on the CPU), `gradient` and,
@@ -109,16 +116,15 @@ class SteadyStep:
         nbytes: Counter[str] = Counter()
         for s, p in zip(self.rank.subgroups, self.placements, strict=True):
             if "host" in (p.before, p.after):
-                nbytes["state"] += _pages(s.nbytes("state"))
+                nbytes["state"] += whole_pages(s.nbytes("state"))
             if p.processor == "cpu" and not p.uses_host_slot:
                 nbytes["mirror"] += s.nbytes("weight")
-            if p.processor == "cpu" and not p.grad_in_slot:
+            if (p.processor == "cpu" or p.spilled) and not p.grad_in_slot:
                 nbytes["gradient"] += s.nbytes("gradient")
         kinds = ("state", "mirror", "gradient")
         if any(p.uses_host_slot for p in self.placements):
-            contents = ("state", "weight", *(("gradient",) if self.rank.gradients == "keep" else ()))
-            slot = sum(_pages(max(s.nbytes(content) for s in self.rank.subgroups)) for content in contents)
-            nbytes["slot"] = sum(self.rank.host_slots.values()) * slot
+            slot = host_slot_bytes(self.rank.subgroups, gradients=self.rank.gradients == "keep")
+            nbytes["slot"] = sum(self.rank.host_slots.values()) * sum(slot)
             return {kind: nbytes[kind] for kind in (*kinds, "slot")}
         return {kind: nbytes[kind] for kind in kinds}
 
@@ -136,7 +142,8 @@ def sampled(rank: Rank, effective: EffectiveKnobs) -> tuple[Rank, EffectiveKnobs
     """A sample of `rank` with fewer subgroups, knobs for the sample, and the scale factor (parameters of `rank` divided
     by parameters of the sample; 1.0 if all subgroups are used).
 
-    The sample has evenly spaced subgroups; the host cache is reduced by the scale factor.
+    The sample has evenly spaced subgroups; the host cache is reduced by the scale factor, as is the device memory beside
+    the staging slots.
     """
     subgroups = rank.subgroups
     count = min(len(subgroups), MAX_SIMULATED_TIERED if rank.host_slots else MAX_SIMULATED_SUBGROUPS)
@@ -154,62 +161,63 @@ def sampled(rank: Rank, effective: EffectiveKnobs) -> tuple[Rank, EffectiveKnobs
     number = {subgroups[place].id: i for i, place in enumerate(picked)}
     order = rank.gradient_order and [number[s] for s in rank.gradient_order if s in number]
     step_at = None if rank.step_at is None else rounded_step_delay(rank.step_at / scale)
-    smaller_rank = replace(rank, subgroups=few, capacity=capacity, gradient_order=order, step_at=step_at)
+    slots = rank.num_slots * sum(device_slot_bytes(subgroups, gradients=rank.gradients == "release"))
+    budget = rank.gradient_budget and rank.gradient_budget.sampled(scale, slots)
+    smaller_rank = replace(
+        rank, subgroups=few, capacity=capacity, gradient_order=order, step_at=step_at, gradient_budget=budget
+    )
     return smaller_rank, smaller, scale
 
 
 def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list[SteadyStep]:
     """The steps that repeat under these knobs in the steady state: two if `alternate`, otherwise one.
 
-    Without storage paths, the storage knobs are ignored. If `tier_split` is None, the speeds of the paths decide the
-    split. ConfigError when the speed of a path is not known.
+    They are the fixed point of the residency planner: each step begins with the residences with which the step before
+    ends. Without storage paths, the storage knobs are ignored. If `tier_split` is None, the speeds of the paths decide
+    the split. ConfigError when the speed of a path is not known.
     """
-    placed = place_subgroups(len(rank.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
-    if not rank.host_slots:
-        return [SteadyStep(rank, steady_placements(placed), "ascending")]
-    sizes = [s.nbytes("state") for s in rank.subgroups]
-    movable = [i for i, (_, residence) in enumerate(placed) if residence == "host"]
-    orders: tuple[StepOrder, ...] = ("ascending", "descending") if effective.alternate else ("ascending",)
-    stay = {order: host_cached_ids(sizes, movable, effective, order) for order in orders}
-    # If orders alternate, each movable subgroup is in storage after every other step.
-    stored = movable if effective.alternate else [i for i in movable if i not in stay["ascending"]]
-    without_path = _without_path(rank, stored)
-    stored = stored[len(without_path) :]
-    speeds, split = speeds_of(rates, rank.host_slots), _usable_split(rank, effective.tier_split)
-    path_of = assign_paths(stored, divide(len(stored), split, speeds, capacity=rank.capacity, minimum=1))
-    after: dict[StepOrder, list[Residence]] = {
-        order: [
-            residence if residence == "device" else "host" if i in stay[order] | without_path else path_of[i]
-            for i, (_, residence) in enumerate(placed)
-        ]
-        for order in orders
-    }
+    tier, orders = None, [step_order(effective, 0)]
+    if rank.host_slots:
+        retired = [path for path, most in rank.capacity.items() if not most]
+        tier = TierState(speeds=speeds_of(rates, rank.host_slots), capacity=rank.capacity, retired=retired)
+        orders = [step_order(effective, turn) for turn in range(1 + effective.alternate)]
+    decided = [next_residences(rank.subgroups, effective, tier, order) for order in orders]
     return [
-        SteadyStep(
-            rank,
-            tuple(
-                _placement(rank, processor, before, last)
-                for (processor, _), before, last in zip(placed, after[orders[turn - 1]], after[order], strict=True)
-            ),
-            order,
-        )
-        for turn, order in enumerate(orders)
+        SteadyStep(rank, _placements(rank, step.processors, before.after, step.after), order)
+        for order, before, step in zip(orders, [decided[-1], *decided], decided, strict=False)
     ]
 
 
-def _without_path(rank: Rank, stored: Sequence[int]) -> set[int]:
-    """The subgroups that stay in host memory, as in the engine, because a path was retired and the other paths lack
-    capacity."""
-    if 0 not in rank.capacity.values():
-        return set()
-    room = sum(rank.capacity.get(path, len(stored)) for path in rank.host_slots)
-    return set(stored[: max(0, len(stored) - room)])
+def _placements(
+    rank: Rank, processors: Sequence[Processor], before: Sequence[Residence], after: Sequence[Residence]
+) -> tuple[Placement, ...]:
+    """The placement of each subgroup in a step of the steady state: a weight whose subgroup the CPU updates has an
+    up-to-date copy in host memory (mirror) from the step before."""
+    spilled = spilled_gradients(rank.subgroups, processors, before, after, _gradient_room(rank, processors, after))
+    return tuple(
+        placement(
+            processor, old, new, mirror_valid=processor == "cpu", spilled=waits_on_host, mode=rank.gradients
+        )
+        for processor, old, new, waits_on_host in zip(processors, before, after, spilled, strict=True)
+    )
 
 
-def _usable_split(rank: Rank, split: Split) -> Split:
-    """`split`, or None (speeds decide) when all paths with a weight are retired."""
-    named = [path for path, weight in split if weight] if isinstance(split, tuple) else []
-    return None if named and all(rank.capacity.get(path) == 0 for path in named) else split
+def _gradient_room(rank: Rank, processors: Sequence[Processor], after: Sequence[Residence]) -> float:
+    """Device memory for released gradients that are not used yet, in bytes; infinite without a limit."""
+    if rank.gradients == "keep" or rank.gradient_budget is None:
+        return math.inf
+    weights = sum(s.nbytes("weight") for s in rank.subgroups)
+    return rank.gradient_budget.room_bytes(weights + _device_state_bytes(rank, processors, after))
+
+
+def _device_state_bytes(rank: Rank, processors: Sequence[Processor], after: Sequence[Residence]) -> int:
+    """Device memory for residents and staging slots, in bytes. Without staged subgroups there are no slots."""
+    residents = sum(s.nbytes("state") for s, lives in zip(rank.subgroups, after, strict=True) if lives == "device")
+    if all(processor == "cpu" or lives == "device" for processor, lives in zip(processors, after, strict=True)):
+        return residents
+    return residents + rank.num_slots * sum(
+        device_slot_bytes(rank.subgroups, gradients=rank.gradients == "release")
+    )
 
 
 def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpeeds]:
@@ -227,17 +235,3 @@ def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpe
             duplex=rates.keeps.get(read, {}).get(write, 1.0) >= _DUPLEX,
         )
     return speeds
-
-
-def _placement(rank: Rank, processor: Literal["cpu", "device"], before: Residence, after: Residence) -> Placement:
-    """The placement of a subgroup, by the rules of the engine: if its state passes through a host slot, its gradient is
-    in that slot, too, and no copy of its weight is kept in host memory (mirror)."""
-    placement = Placement(processor, before, after, mirror_valid=processor == "cpu")
-    if not placement.uses_host_slot:
-        return replace(placement, mirror_valid=processor == "cpu" and (is_path(before) or before == "host"))
-    return replace(placement, mirror_valid=False, grad_in_slot=processor == "cpu" and rank.gradients == "keep")
-
-
-def _pages(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

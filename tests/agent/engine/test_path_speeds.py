@@ -14,7 +14,7 @@ from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.timeline import Span
-from tidegate.tuner.split_decision import SplitEstimator
+from tidegate.speeds.path_speed_estimator import PathSpeedEstimator
 
 
 def spans(kind: OpKind, *times: tuple[float, float]) -> list[Span]:
@@ -71,7 +71,7 @@ def test_plans_go_by_the_speeds_of_now_not_by_those_of_the_first_step(tmp_path: 
 
         def first_from_disk(bytes_per_second: float) -> bool:
             speeds = PathSpeeds(read_bytes_per_second=bytes_per_second, write_bytes_per_second=bytes_per_second)
-            engine.residences._estimator = SplitEstimator({"disk": speeds})
+            engine.residences._estimator = PathSpeedEstimator({"disk": speeds})
             run_steps(optimizer, params, 0, 2)
             plan = results[-1].plan
             updated = next(op for op in plan.ops if op.kind is OpKind.CPU_UPDATE)

@@ -1,5 +1,4 @@
-"""Decision on the tier split: estimates the speeds of the paths, and proposes a new split if its gain justifies the
-moves of subgroups."""
+"""Estimates the speeds of the storage paths from the traffic of each step."""
 
 from __future__ import annotations
 
@@ -7,19 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds
+from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.speed_filter import SpeedFilter
 
-MINIMUM_GAIN: Final = 0.05
-"""Smallest predicted gain of a new split, as a share of the makespan."""
 SATURATED_SHARE: Final = 0.9
 """Share of a step's storage time for which a path must be busy to count as the bottleneck."""
 IDLE_SHARE: Final = 0.5
 """Limit for a path to count as loaded, as a share of a step's storage time. If the path's work takes less time than
 that at its estimated speed, the path counts as idle."""
-PROBE_SUBGROUPS: Final = 1
-"""Fewest subgroups that a split gives to each path with a capacity above 0. So the speed of a slow path is still
-measured, and it is noticed when the path becomes fast again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +124,15 @@ def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float
     return seconds / nbytes
 
 
-class SplitEstimator:
-    """Estimates the speeds of the paths from step to step, and proposes a new split if its predicted gain is at least
-    `minimum_gain`.
+class PathSpeedEstimator:
+    """Estimates the speeds of the paths from step to step.
 
     rates: calibrated speeds, in the order of the paths; they stay for a path that is never measured. Deterministic: the
-    same calls give the same proposals. Not thread-safe.
+    same calls give the same estimates. Not thread-safe.
     """
 
-    def __init__(self, rates: Mapping[str, PathSpeeds], *, minimum_gain: float = MINIMUM_GAIN) -> None:
+    def __init__(self, rates: Mapping[str, PathSpeeds]) -> None:
         self._paths = {name: _PathEstimate(rate) for name, rate in rates.items()}
-        self._minimum_gain = minimum_gain
 
     @property
     def rates(self) -> dict[str, PathSpeeds]:
@@ -151,21 +143,3 @@ class SplitEstimator:
         """Adds one step. A path or a direction without bytes keeps its last estimate."""
         for name, seen in traffic.items():
             self._paths[name].observe(seen)
-
-    def propose(self, counts: Mapping[str, int], *, capacity: Mapping[str, int] | None = None) -> SubgroupCounts | None:
-        """A better split of the same number of subgroups; None to keep `counts`.
-
-        Every path whose capacity is not 0 gets at least PROBE_SUBGROUPS subgroups, if there are enough. capacity: most
-        subgroups of each path; 0 for a path that must not be used, such as a retired path. A split is proposed whatever
-        its gain when `counts` no longer fit, or when they give nothing to a path that must get some. CapacityError when
-        no split fits.
-        """
-        rates, limits = self.rates, capacity or {}
-        best = balanced_split(sum(counts.values()), rates, capacity=limits, minimum=PROBE_SUBGROUPS)
-        if any(n > limits.get(name, n if name in rates else 0) for name, n in counts.items()):
-            return best
-        usable = [name for name in rates if limits.get(name, 1) > 0]
-        if all(best[name] for name in usable) and not all(counts.get(name) for name in usable):
-            return best
-        now, then = makespan_seconds(counts, rates, 1), makespan_seconds(best, rates, 1)
-        return best if then < (1 - self._minimum_gain) * now else None

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tidegate.errors import CapacityError
-from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds
-from tidegate.tuner.split_decision import PathStepTotals, PathTraffic, SplitEstimator
+from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds, rebalanced
+from tidegate.speeds.path_speed_estimator import PathStepTotals, PathTraffic, PathSpeedEstimator
 
 SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70
@@ -40,7 +40,7 @@ def traffic(
 
 
 def run(
-    estimator: SplitEstimator,
+    estimator: PathSpeedEstimator,
     counts: SubgroupCounts,
     truth: dict[str, PathSpeeds],
     steps: int,
@@ -50,7 +50,7 @@ def run(
     moves = 0
     for _ in range(steps):
         estimator.observe(traffic(counts, truth, noise))
-        if (better := estimator.propose(counts)) is not None:
+        if (better := rebalanced(counts, estimator.rates)) is not None:
             counts, moves = better, moves + 1
     return counts, moves
 
@@ -73,7 +73,7 @@ def test_a_path_slowed_to_a_quarter_is_followed_within_five_steps_and_so_is_its_
 ) -> None:
     random_ = random.Random(name)
     noise = (lambda: random_.uniform(0.9, 1.1)) if noisy else (lambda: 1.0)
-    estimator, counts = SplitEstimator(PATHS), balanced_split(COUNT, PATHS)
+    estimator, counts = PathSpeedEstimator(PATHS), balanced_split(COUNT, PATHS)
     for truth in (PATHS, slowed(name, 4.0), PATHS):
         counts, _ = run(estimator, counts, truth, 5, noise)
         best = makespan_seconds(balanced_split(COUNT, truth), truth, SUBGROUP_BYTES)
@@ -85,13 +85,13 @@ def test_a_path_slowed_to_a_quarter_is_followed_within_five_steps_and_so_is_its_
 def test_noise_moves_nothing(seed: int) -> None:
     random_ = random.Random(seed)
     start = balanced_split(COUNT, PATHS)
-    counts, moves = run(SplitEstimator(PATHS), start, PATHS, 400, lambda: random_.uniform(0.9, 1.1))
+    counts, moves = run(PathSpeedEstimator(PATHS), start, PATHS, 400, lambda: random_.uniform(0.9, 1.1))
     assert (counts, moves) == (start, 0)
 
 
 def test_one_hiccup_moves_nothing() -> None:
     start = balanced_split(COUNT, PATHS)
-    estimator = SplitEstimator(PATHS)
+    estimator = PathSpeedEstimator(PATHS)
     for _ in range(5):
         assert run(estimator, start, slowed("nvme", 8.0), 1) == (start, 0)
         assert run(estimator, start, PATHS, 1) == (start, 0)
@@ -99,7 +99,7 @@ def test_one_hiccup_moves_nothing() -> None:
 
 
 def test_a_slow_drift_is_followed() -> None:
-    estimator, counts = SplitEstimator(PATHS), balanced_split(COUNT, PATHS)
+    estimator, counts = PathSpeedEstimator(PATHS), balanced_split(COUNT, PATHS)
     for percent in range(0, 60, 2):
         counts, _ = run(estimator, counts, slowed("nvme", 1 + percent / 100), 1)
     counts, moves = run(estimator, counts, slowed("nvme", 1.6), 30)
@@ -111,13 +111,13 @@ def test_a_slow_drift_is_followed() -> None:
 
 def test_a_gain_below_the_threshold_is_left() -> None:
     made = {"a": rates(1, 1), "b": rates(1, 1)}
-    assert SplitEstimator(made).propose({"a": 52, "b": 48}) is None
-    assert SplitEstimator(made).propose({"a": 53, "b": 47}) == {"a": 50, "b": 50}
-    assert SplitEstimator(made, minimum_gain=0.01).propose({"a": 52, "b": 48}) == {"a": 50, "b": 50}
+    assert rebalanced({"a": 52, "b": 48}, made) is None
+    assert rebalanced({"a": 53, "b": 47}, made) == {"a": 50, "b": 50}
+    assert rebalanced({"a": 52, "b": 48}, made, minimum_gain=0.01) == {"a": 50, "b": 50}
 
 
 def test_what_moves_nothing_keeps_its_speed() -> None:
-    estimator = SplitEstimator(PATHS)
+    estimator = PathSpeedEstimator(PATHS)
     estimator.observe({"nvme": PathTraffic(), "pfs": PathTraffic(read_bytes=1, read_seconds=0.0)})
     for name in ("nvme", "pfs"):
         assert estimator.rates[name].read_bytes_per_second == pytest.approx(PATHS[name].read_bytes_per_second)
@@ -128,26 +128,26 @@ def test_what_moves_nothing_keeps_its_speed() -> None:
 
 def test_every_open_path_is_probed() -> None:
     truth = slowed("pfs", 1000.0)
-    estimator = SplitEstimator(PATHS)
+    estimator = PathSpeedEstimator(PATHS)
     counts, _ = run(estimator, balanced_split(COUNT, PATHS), truth, 3)
     assert counts["pfs"] == 1
     # 1000 is 2 ** 10, and a rise is believed by degrees.
     assert run(estimator, counts, PATHS, 13)[0] == balanced_split(COUNT, PATHS), "so that its recovery is seen"
-    assert SplitEstimator(PATHS).propose({"nvme": 40, "pfs": 30, "s3": 0}) is not None
-    closed = SplitEstimator(PATHS).propose({"nvme": 40, "pfs": 30, "s3": 0}, capacity={"s3": 0})
+    assert rebalanced({"nvme": 40, "pfs": 30, "s3": 0}, PATHS) is not None
+    closed = rebalanced({"nvme": 40, "pfs": 30, "s3": 0}, PATHS, capacity={"s3": 0})
     assert closed is None or closed["s3"] == 0
     few = {"nvme": 1, "pfs": 1, "s3": 0}
-    assert SplitEstimator(PATHS).propose(few) is None, "there are not enough for all"
+    assert rebalanced(few, PATHS) is None, "there are not enough for all"
 
 
 def test_a_split_that_fits_no_more_is_left_at_once() -> None:
-    estimator, counts = SplitEstimator(PATHS), balanced_split(COUNT, PATHS)
-    fuller = estimator.propose(counts, capacity={"nvme": counts["nvme"] - 1})
+    estimator, counts = PathSpeedEstimator(PATHS), balanced_split(COUNT, PATHS)
+    fuller = rebalanced(counts, estimator.rates, capacity={"nvme": counts["nvme"] - 1})
     assert fuller is not None
     assert fuller["nvme"] == counts["nvme"] - 1
-    assert estimator.propose({"gone": 3, "nvme": 30, "pfs": 30, "s3": 7}) == balanced_split(COUNT, PATHS)
+    assert rebalanced({"gone": 3, "nvme": 30, "pfs": 30, "s3": 7}, estimator.rates) == balanced_split(COUNT, PATHS)
     with pytest.raises(CapacityError):
-        estimator.propose(counts, capacity=dict.fromkeys(PATHS, 1))
+        rebalanced(counts, estimator.rates, capacity=dict.fromkeys(PATHS, 1))
 
 
 def test_time_shared_by_reads_and_writes_is_counted_once() -> None:
@@ -158,7 +158,7 @@ def test_time_shared_by_reads_and_writes_is_counted_once() -> None:
             write_bytes=10**9, write_seconds=2, shared_write_seconds=2,
         )
     }  # fmt: skip
-    shared, duplex = SplitEstimator({"a": rates(1, 1)}), SplitEstimator({"a": rates(0.5, 0.5, duplex=True)})
+    shared, duplex = PathSpeedEstimator({"a": rates(1, 1)}), PathSpeedEstimator({"a": rates(0.5, 0.5, duplex=True)})
     for estimator in (shared, duplex):
         for _ in range(3):
             estimator.observe(step)
@@ -188,13 +188,13 @@ def test_saved_up_credit_does_not_make_the_split_swing(slow: str, credit: float)
     truth = slowed(slow, 4.0)
     truth = {name: rates(s.read_bytes_per_second / 1e9, s.write_bytes_per_second / 1e9) for name, s in truth.items()}
     known = {name: rates(s.read_bytes_per_second / 1e9, s.write_bytes_per_second / 1e9) for name, s in PATHS.items()}
-    estimator, counts = SplitEstimator(known), balanced_split(COUNT, known)
+    estimator, counts = PathSpeedEstimator(known), balanced_split(COUNT, known)
     taken = []
     for _ in range(200):
         seen = throttled(counts, truth, credit * SUBGROUP_BYTES)
         taken.append(max(one.read_seconds + one.write_seconds for one in seen.values()))
         estimator.observe(seen)
-        counts = estimator.propose(counts) or counts
+        counts = rebalanced(counts, estimator.rates) or counts
     # About as good as without any credit, which is what the rates promise, but for a look now and then.
     promised = makespan_seconds(balanced_split(COUNT, truth), truth, SUBGROUP_BYTES)
     looks = [one for one in taken[10:] if one > 1.1 * promised]
@@ -232,13 +232,13 @@ def test_a_path_that_holds_all_up_shows_its_cost_whichever_way_it_waits_and_the_
     """Two steps tell; those that are served at once meanwhile are not taken for faster than they are."""
     known = {"disk": rates(4, 4, True), "memory": rates(2, 2, True), "archive": rates(1, 1, True)}
     truth = known | {slow: rates(0.25 * known[slow].read_bytes_per_second / 1e9, 9.0, True)}
-    estimator, counts = SplitEstimator(known), balanced_split(COUNT, known)
+    estimator, counts = PathSpeedEstimator(known), balanced_split(COUNT, known)
     for step in range(10):
         estimator.observe(held_up(counts, truth, slow, step))
         if step == 1:
-            early = estimator.propose(counts)
+            early = rebalanced(counts, estimator.rates)
     best = balanced_split(COUNT, truth)
-    proposed = estimator.propose(counts)
+    proposed = rebalanced(counts, estimator.rates)
     assert proposed is not None
     assert proposed == early, "two steps tell"
     assert max(abs(proposed[name] - best[name]) for name in best) <= 1
@@ -255,7 +255,7 @@ def gigabyte(each_way: float, busy: float, step: float) -> PathTraffic:
 def test_what_rests_between_its_ops_keeps_what_it_showed_when_it_had_no_rest() -> None:
     """As fast as known it may be, in between of the ways apart and all the time together: nothing new is learnt."""
     known = {"a": rates(1, 1, True)}
-    estimator = SplitEstimator(known)
+    estimator = PathSpeedEstimator(known)
     seen = gigabyte(each_way=0.7, busy=1.2, step=3.0)
     for _ in range(50):
         estimator.observe({"a": seen})
@@ -263,7 +263,7 @@ def test_what_rests_between_its_ops_keeps_what_it_showed_when_it_had_no_rest() -
 
 
 def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together() -> None:
-    estimator = SplitEstimator({"a": rates(1, 1, True)})
+    estimator = PathSpeedEstimator({"a": rates(1, 1, True)})
     moving = PathTraffic(
         read_bytes=10**9, read_seconds=1.0, write_bytes=10**8, write_seconds=0.1,
         whole=PathStepTotals(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
@@ -275,7 +275,7 @@ def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together(
 
 def test_a_path_that_rests_because_little_is_given_to_it_is_found_faster_too_but_later() -> None:
     """As with weights that leave it little: what it really does is shown and simulated, so it must not stay unknown."""
-    estimator = SplitEstimator({"a": rates(1, 1, True)})
+    estimator = PathSpeedEstimator({"a": rates(1, 1, True)})
     seen = gigabyte(each_way=0.25, busy=0.25, step=10.0)
 
     def cost() -> float:
