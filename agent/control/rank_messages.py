@@ -7,18 +7,20 @@ import logging
 import os
 import time
 import uuid
-from collections import Counter
 
 from pydantic import ValidationError
 
 from tidegate.agent.control.process_identity import this_host, this_process
+from tidegate.agent.control.rank_predictor import rank_predictor
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
 from tidegate.logs import event
+from tidegate.simulator.predictor import size_runs
 from tidegate.speeds.rate_card import RateCard
-from tidegate.wire.agent import AgentHello, AgentReport, Rates, SubgroupSizes
+from tidegate.wire.agent import AgentHello, AgentReport, Rates
+from tidegate.wire.evidence import SizeRuns
 
 log = logging.getLogger("tidegate")
 
@@ -33,6 +35,8 @@ class RankMessages:
         self._run, self._ranks = run, ranks
         self._started_at = time.time()
         self._agent = uuid.uuid4().hex
+        self._registered_sizes: SizeRuns = ()
+        """Sizes of the subgroups in the last registration message."""
         self._rates_refused = False
         """Whether it was logged that rates are not reported."""
 
@@ -43,7 +47,7 @@ class RankMessages:
     def hello(self, metrics_address: str, reset_knobs: bool) -> AgentHello:
         """Builds the registration message (hello) of this rank."""
         engine, device, offload = self._optimizer.engine, self._optimizer.device, self._optimizer.offload
-        sizes = Counter((s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in engine.subgroups)
+        self._registered_sizes = size_runs(engine.subgroups)
         return AgentHello(
             agent=self._agent,
             run=self._run,
@@ -55,10 +59,7 @@ class RankMessages:
             metrics_address=metrics_address,
             knobs=self._optimizer.knobs.as_dict(),
             reset_knobs=reset_knobs,
-            subgroups=tuple(
-                SubgroupSizes(numel=numel, count=count, weight_bytes=weight, grad_bytes=grad, state_bytes=state)
-                for (numel, weight, grad, state), count in sizes.items()
-            ),
+            subgroups=self._registered_sizes,
             num_slots=engine.num_slots,
             device_memory_bytes=device.capacity_bytes,
             host_slots=offload.host_slots,
@@ -75,7 +76,9 @@ class RankMessages:
         """Builds the report of everything since the last report. May be called from any thread."""
         recorder = self._recorder
         rates, last = recorder.rates, recorder.last_step
-        timeline = None if last is None else last.view()  # before steps are taken: an error here must not lose them
+        # Before steps are taken: an error here must not lose them.
+        timeline = None if last is None else last.view()
+        predictor = rank_predictor(self._optimizer, recorder)
         return AgentReport(
             timestamp=time.time(),
             step=recorder.totals.steps,
@@ -83,6 +86,7 @@ class RankMessages:
             generation=self.generation,
             effective=self._optimizer.effective_knobs(),
             rates=None if rates is None else self._rates_message(rates),
+            evidence=predictor.evidence(self._registered_sizes),
             steps=recorder.take_unreported(),
             timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from tidegate.agent.control.rank_predictor import rank_predictor
 from tidegate.agent.control.step_sync import BoundaryMessage
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
@@ -22,8 +23,6 @@ from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import AUTO
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.simulator.steady_state import Rank
-from tidegate.speeds.rate_card import RateCard
 from tidegate.tuner.consensus import RankPredictions, Setting, elect, proposals
 from tidegate.tuner.proposal import find_move, predicted_seconds_or_none
 from tidegate.tuner.tuner import Move, Tuner
@@ -151,15 +150,12 @@ class Tuning:
     def _best_candidate(self) -> Move | None:
         """The best change of knobs for this rank by the simulator. None if rates are not known yet or no choice is
         better."""
-        rates = self._recorder.rates
-        if rates is None:
+        if self._recorder.rates is None:
             return None
         ample, current = self._ample_cache(), self._current
         tunable = self.tunable if ample > CACHE_GROWTH * current.host_cache_bytes else self.tunable - {"host_cache"}
-        return find_move(
-            self._rank(), current, rates, tunable,
-            cache_bytes=ample, backward_seconds=self._backward_seconds(), allowed=self._fits,
-        )  # fmt: skip
+        predictor = rank_predictor(self._optimizer, self._recorder)
+        return find_move(predictor, current, tunable, cache_bytes=ample, allowed=self._fits)
 
     def _elect(self, mine: Move | None) -> Move | None:
         """Chooses one change together with all ranks, in two collectives: first the ranks exchange their candidates,
@@ -176,14 +172,13 @@ class Tuning:
     def _judge(self, settings: Sequence[Setting], ample_cache: int) -> RankPredictions:
         """Predicts the update time of this rank with the present knobs and with each candidate; infinity for a
         candidate that this rank may not or cannot apply. `ample_cache`: bytes of the largest possible host cache."""
-        rates = self._recorder.rates or RateCard()
-        rank, backward = self._rank(), self._backward_seconds()
+        predictor = rank_predictor(self._optimizer, self._recorder)
         choices = [setting.on(self._current, ample_cache) for setting in settings]
         allowed = [self._is_allowed(setting, choice) for setting, choice in zip(settings, choices, strict=True)]
         return RankPredictions(
-            predicted_seconds_or_none(rank, self._current, rates, backward),
+            predicted_seconds_or_none(predictor, self._current),
             tuple(
-                predicted_seconds_or_none(rank, choice, rates, backward) if can else math.inf
+                predicted_seconds_or_none(predictor, choice) if can else math.inf
                 for choice, can in zip(choices, allowed, strict=True)
             ),
         )
@@ -199,20 +194,6 @@ class Tuning:
         moves = {"stride": choice.stride != current.stride, "order": choice.alternate != current.alternate}
         wanted = {name for name, differs in {**moves, "host_cache": more_cache}.items() if differs}
         return wanted <= tunable and self._fits(choice)
-
-    def _rank(self) -> Rank:
-        """Describes this rank as input of the simulator."""
-        engine = self._optimizer.engine
-        capacity = engine.residences.capacity if engine.residences is not None else {}
-        return Rank(
-            engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode, capacity,
-            engine.gradient_gates.order, engine.planner.step_at, engine.planner.path_speeds,
-        )  # fmt: skip
-
-    def _backward_seconds(self) -> float:
-        """Duration of the last backward; 0 before the first step."""
-        last = self._recorder.totals.last
-        return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
 
     def _ample_cache(self) -> int:
         """Bytes of the largest host cache that the free memory allows; 0 when the tuner may not change the host

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tidegate.knobs.knobs import AUTO, EQ1, Knobs, KnobValue, Off, weights_of
+from tidegate.knobs.knobs import Knobs, KnobValue, Off
 from tidegate.plan import Policy
-from tidegate.plan.effective_knobs import EffectiveKnobs, Split
+from tidegate.plan.effective_knobs import EffectiveKnobs, resolve
 from tidegate.tuner.search import START_STRIDE
 
 
@@ -30,17 +30,10 @@ class AutoValues:
 
     def effective(self, knobs: Knobs, policy: Policy) -> EffectiveKnobs:
         """The knobs as numbers, with `auto` resolved. With the policy `twinflow`, the stride is always "off"."""
-        stride: float | Off = self.stride if knobs.stride == AUTO else knobs.stride
-        if policy == "twinflow":
-            stride = "off"
-        split: Split = None
-        if knobs.tier_split == EQ1:
-            split = EQ1
-        elif knobs.tier_split != AUTO:
-            split = tuple(weights_of(knobs.tier_split).items())
-        cache = self.cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache)
-        alternate = self.alternate if knobs.order == AUTO else knobs.order == "alternate"
-        return EffectiveKnobs(stride, knobs.static_ratio, split, cache, alternate)
+        return resolve(
+            knobs, stride=self.stride, alternate=self.alternate, cache_bytes=self.cache_bytes,
+            static_stride=policy == "twinflow",
+        )  # fmt: skip
 
 
 def as_knob_values(effective: EffectiveKnobs, subgroups_by_path: Mapping[str, int] | None) -> dict[str, KnobValue]:

@@ -18,7 +18,7 @@ from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.timeline import PhaseSpan
-from tidegate.wire.agent import MAX_SUBGROUPS
+from tidegate.wire.evidence import MAX_SUBGROUPS
 from tidegate.wire.step import PathOperation, PathRow, PathState
 
 log = logging.getLogger("tidegate")

@@ -27,6 +27,10 @@ class PhaseForecast:
             if phase in phase_seconds:
                 measured.append(phase_seconds[phase])
 
+    def seconds(self, phase: str) -> float:
+        """Forecast of one of STEADY_PHASES in seconds; 0 before it was measured."""
+        return median(self._measured[phase] or (0.0,))
+
     def with_update(self, seconds: float | None) -> dict[str, float]:
         """Forecast in seconds by phase. `seconds`: forecast of the update; None to leave it out. Phases that were not
         measured yet are omitted."""

@@ -165,6 +165,13 @@ class Recorder:
             return self._live_rates()
 
     @property
+    def backward_seconds(self) -> float:
+        """Typical seconds of the backward: a median of the last steps; 0 before the first."""
+        self.catch_up()
+        with self.lock:
+            return self._expected.seconds("backward")
+
+    @property
     def recalibrations(self) -> int:
         """Number of rates that have changed permanently in the processed steps, and were therefore measured again."""
         return self._live.recalibrations
@@ -250,15 +257,11 @@ class Recorder:
         if began < prediction.refresh_at or (rates := self._live_rates()) is None:
             return
         try:
-            prediction.seconds = update_seconds(plan, rates, step_at=self._backward_seconds())
+            prediction.seconds = update_seconds(plan, rates, step_at=self._expected.seconds("backward"))
         except ConfigError:
             return  # a rate that this plan needs was not measured yet
         now = time.monotonic()
         prediction.refresh_at = now + (now - began) / PREDICTION_SHARE
-
-    def _backward_seconds(self) -> float:
-        last = self._totals.last
-        return last.phase_seconds.get("backward", 0.0) if last is not None else 0.0
 
 
 def _ran(step: FinishedStep) -> StepTrace | None:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Final
 
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import ConfigError, TidegateError
-from tidegate.knobs.knobs import AUTO, EQ1, OFF, Knobs, KnobValue, same, show, weights_of
-from tidegate.plan.effective_knobs import EffectiveKnobs, Split
-from tidegate.plan.ops import Subgroup
-from tidegate.simulator.path_capacity import capacity_shortfall
+from tidegate.knobs.knobs import AUTO, OFF, Knobs, KnobValue, same, show
+from tidegate.plan.effective_knobs import EffectiveKnobs, resolve
 from tidegate.simulator.prediction_interval import prediction_interval
-from tidegate.simulator.steady_state import Rank, steady_steps
-from tidegate.simulator.what_if import predicted_seconds, what_if
+from tidegate.simulator.predictor import Predictor, predictor_of
+from tidegate.simulator.steady_state import steady_steps
+from tidegate.simulator.what_if import Prediction
 from tidegate.speeds.rate_card import RateCard
 from tidegate.tuner.search import CANDIDATE_RATIOS, best
 from tidegate.tuner.tuner import MINIMUM_GAIN
-from tidegate.wire.agent import AgentHello
+from tidegate.wire.agent import AgentHello, Rates
 from tidegate.wire.base import KnobChanges
+from tidegate.wire.evidence import ModelEvidence
 from tidegate.wire.prediction import Advice, KnobPreview, PredictedUpdate
 from tidegate.wire.step import StepReport
 
@@ -40,17 +40,14 @@ class PredictionInputs:
     """Inputs of a prediction, as the lead rank reported them: sizes, rates, and times of its recent steps."""
 
     hello: AgentHello
-    rates: RateCard
+    rates: Rates
+    evidence: ModelEvidence
     effective: Mapping[str, KnobValue]
     """The values that the rank uses for knobs with the value `auto`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Median measured seconds of each phase in the last steps."""
-    error_ratio: float | None = None
-    """Relative error of the prediction for the present plan; None while there is nothing to compare."""
-    ratios: tuple[float, ...] = ()
-    """Measured update time of each of the last steps, divided by the predicted time for the present plan."""
-    capacity: Mapping[str, int] = field(default_factory=dict)
-    """Largest number of subgroups of each path, 0 for a retired path; a path that is absent has no limit."""
+    measured_seconds: tuple[float, ...] = ()
+    """Measured seconds of the last updates under the present knobs."""
     device_free_bytes: int | None = None
     """Device memory that was never used in the last steps; None if unknown."""
 
@@ -63,73 +60,58 @@ class PredictionInputs:
         return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {policy}."
 
     @cached_property
-    def rank(self) -> Rank:
-        """The rank as the simulator's input. There may be many subgroups, so do not call this on the event loop."""
-        hello = self.hello
-        kinds = [Subgroup(0, s.numel, s.weight_bytes, s.grad_bytes, s.state_bytes) for s in hello.subgroups]
-        repeated = [kind for kind, sizes in zip(kinds, hello.subgroups, strict=True) for _ in range(sizes.count)]
-        return Rank(
-            subgroups=tuple(replace(subgroup, id=number) for number, subgroup in enumerate(repeated)),
-            num_slots=hello.num_slots,
-            host_slots=dict.fromkeys(hello.paths, hello.host_slots),
-            gradients=hello.gradients,
-            capacity=self.capacity,
-        )
+    def predictor(self) -> Predictor:
+        """The predictor of the rank. There may be many subgroups, so do not call this on the event loop."""
+        return predictor_of(self.hello, self.evidence, RateCard.from_dict(self.rates.model_dump()))
 
-    def predict(self, knobs: Knobs) -> PredictedUpdate | None:
+    def predict(self, knobs: Knobs) -> Prediction | None:
         """The predicted update with these knobs; None if a rate or a value for `auto` that it needs is not known, or if
         the run's policy (how its plan orders the ops) is not `interleaved`."""
         wanted = self.numbers(knobs) if not self.unknown_policy else None
         if wanted is None:
             return None
         try:
-            found = what_if(self.rank, wanted, self.rates, backward_seconds=self.phase_seconds.get("backward"))
+            return self.predictor.predict(wanted)
         except TidegateError as error:
             log.info("the effect of a change of knobs cannot be predicted: %s", error)
             return None
-        likely = prediction_interval(found.update_seconds, self.ratios)
-        return PredictedUpdate(
-            update_seconds=found.update_seconds,
-            low_seconds=None if likely is None else likely.low,
-            high_seconds=None if likely is None else likely.high,
-            stalls=found.stalls,
-            lane_bytes=found.link_bytes,
-            host_memory_bytes=found.host_bytes,
-            device_memory_bytes=found.device_bytes,
-            bound_seconds=found.lower_bound.seconds,
-            bound_by=found.lower_bound.resource,
-        )
 
     def capacity_shortfall(self, knobs: Knobs) -> str:
         """The path that is too small for its share under these knobs, as a sentence; empty if none, or if unknown."""
         wanted = self.numbers(knobs) if not self.unknown_policy and self.hello.paths else None
         try:
-            return capacity_shortfall(self.rank, wanted, self.rates) if wanted is not None else ""
+            return self.predictor.capacity_shortfall(wanted) if wanted is not None else ""
         except ConfigError:  # a speed was never measured
             return ""
 
     def numbers(self, knobs: Knobs) -> EffectiveKnobs | None:
         """The knobs as numbers; None while the rank has not reported its values for `auto`."""
-        values = {
-            name: self.effective.get(name, AUTO) if value == AUTO and name != "tier_split" else value
-            for name, value in knobs.as_dict(paths=True).items()
-        }
-        stride, cache = values["stride"], values["host_cache"]
-        if stride == AUTO or (cache == AUTO and self.rank.host_slots):
+        stride, cache = self.effective.get("stride", AUTO), self.effective.get("host_cache", AUTO)
+        if knobs.stride == AUTO == stride or (knobs.host_cache == AUTO == cache and self.hello.paths):
             return None
-        return EffectiveKnobs(
-            stride=OFF if stride == OFF else float(stride),
-            static_ratio=knobs.static_ratio,
-            tier_split=_split(str(values["tier_split"])),
-            host_cache_bytes=0 if cache == AUTO else int(cache),
-            alternate=values["order"] == "alternate",
+        return resolve(
+            knobs,
+            stride=OFF if stride in (AUTO, OFF) else float(stride),
+            alternate=self.effective.get("order") == "alternate",
+            cache_bytes=0 if cache == AUTO else int(cache),
         )
 
 
-def _split(text: str) -> Split:
-    if text == EQ1:
-        return EQ1
-    return None if text == AUTO else tuple(weights_of(text).items())
+def _message(found: Prediction, ratios: Sequence[float]) -> PredictedUpdate:
+    """A prediction as a message. ratios: measured divided by predicted seconds of steps under the present knobs; the
+    predictions were made by the same predictor."""
+    likely = prediction_interval(found.update_seconds, ratios)
+    return PredictedUpdate(
+        update_seconds=found.update_seconds,
+        low_seconds=None if likely is None else likely.low,
+        high_seconds=None if likely is None else likely.high,
+        stalls=found.stalls,
+        lane_bytes=found.link_bytes,
+        host_memory_bytes=found.host_bytes,
+        device_memory_bytes=found.device_bytes,
+        bound_seconds=found.lower_bound.seconds,
+        bound_by=found.lower_bound.resource,
+    )
 
 
 def prediction_inputs(run: Run) -> PredictionInputs | None:
@@ -145,17 +127,21 @@ def _prediction_inputs(run: Run) -> PredictionInputs | None:
     if run.lead is None or run.lead[1].rates is None or not run.lead[1].hello.subgroups:
         return None
     member = run.lead[1]
-    rates = run.lead[1].rates
     steps = [step for step in member.recent if not step.skipped]
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
+    typical = {phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases}
+    # An agent of the version before sends no evidence.
+    evidence = ModelEvidence(backward_seconds=typical.get("backward"), capacity=_capacity(member))
+    first = member.applied.get(run.control.committed.number, 0)
+    # State that is still spilled during the next forward belongs to the update, too.
+    measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps if step.step >= first]
     return PredictionInputs(
         hello=member.hello,
-        rates=RateCard.from_dict(rates.model_dump()),
+        rates=run.lead[1].rates,
+        evidence=member.evidence or evidence,
         effective=member.effective,
-        phase_seconds={phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases},
-        error_ratio=_error_ratio(member, steps),
-        ratios=_ratios(member, steps),
-        capacity=_capacity(member),
+        phase_seconds=typical,
+        measured_seconds=tuple(seconds for seconds in measured if seconds > 0),
         device_free_bytes=_device_free_bytes(member, steps),
     )
 
@@ -170,19 +156,6 @@ def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
     peaks = [peak for step in steps for peak in step.device_memory_peak_bytes.values()]
     memory = member.hello.device_memory_bytes
     return None if memory is None or not peaks else max(0, memory - max(peaks))
-
-
-def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
-    """Relative error of the prediction for the present plan; None while there is nothing to compare."""
-    ratios = _ratios(member, steps)
-    return abs(1 / median(ratios) - 1) if ratios else None
-
-
-def _ratios(member: Member, steps: list[StepReport]) -> tuple[float, ...]:
-    # State that is still spilled during the next forward belongs to the update, too.
-    measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps]
-    predicted = member.predicted_update_seconds
-    return tuple(seconds / predicted for seconds in measured if seconds > 0) if predicted else ()
 
 
 def preview(
@@ -205,6 +178,8 @@ def _preview(
 ) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     now, then = (inputs.predict(knobs) if inputs else None for knobs in (before, after))
+    # The errors of this predictor for the present knobs; all updates of a run may be predicted as too short, say.
+    ratios = [seconds / now.update_seconds for seconds in inputs.measured_seconds] if inputs and now else []
     full = inputs.capacity_shortfall(after) if inputs else ""
     unknown = (inputs and inputs.unknown_policy) or (NO_ROOM if full else NO_RATES)
     return KnobPreview(
@@ -215,12 +190,12 @@ def _preview(
         changed={name: value for name, value in new.items() if not same(name, value, old[name])},
         predicted_update_seconds_before=now.update_seconds if now else None,
         predicted_update_seconds_after=then.update_seconds if then else None,
-        predicted_before=now,
-        predicted_after=then,
+        predicted_before=_message(now, ratios) if now else None,
+        predicted_after=_message(then, ratios) if then else None,
         predicted_phase_seconds_after={**inputs.phase_seconds, "update": then.update_seconds}
         if inputs and then
         else {},
-        error_ratio=inputs.error_ratio if inputs and then else None,
+        error_ratio=abs(1 / median(ratios) - 1) if ratios and then else None,
         no_prediction="" if now is not None and then is not None else unknown,
         no_room=full,
     )
@@ -245,16 +220,13 @@ def _advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
     now = inputs.numbers(knobs) if inputs else None
     if inputs is None or now is None:
         return Advice(run=run, sentence=NO_RATES)
-    backward = inputs.phase_seconds.get("backward")
     try:
-        present = predicted_seconds(inputs.rank, now, inputs.rates, backward_seconds=backward)
+        present = inputs.predictor.update_seconds(now)
         found = best(
-            inputs.rank,
+            inputs.predictor,
             now,
-            inputs.rates,
             {"stride", "order", "tier_split"},
             below_seconds=(1 - MINIMUM_GAIN) * present,
-            backward_seconds=backward,
             static_ratios=_static_ratios(inputs, now),
             allowed=lambda then: _fits(inputs, now, then),
         )
@@ -280,7 +252,7 @@ def _static_ratios(inputs: PredictionInputs, now: EffectiveKnobs) -> tuple[float
     free = inputs.device_free_bytes
     if free is None:
         return ()
-    state = sum(s.nbytes("state") for s in inputs.rank.subgroups)
+    state = sum(s.nbytes("state") for s in inputs.predictor.rank.subgroups)
     return tuple(ratio for ratio in CANDIDATE_RATIOS if (ratio - now.static_ratio) * state <= free)
 
 
@@ -293,7 +265,8 @@ def _fits(inputs: PredictionInputs, now: EffectiveKnobs, then: EffectiveKnobs) -
     free = inputs.device_free_bytes
     if free is None:
         return True
-    more, less = (steady_steps(inputs.rank, knobs, inputs.rates)[0].device_bytes() for knobs in (then, now))
+    rank, rates = inputs.predictor.rank, inputs.predictor.rates
+    more, less = (steady_steps(rank, knobs, rates)[0].device_bytes() for knobs in (then, now))
     return more - less <= free
 
 

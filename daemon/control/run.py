@@ -18,6 +18,7 @@ from tidegate.daemon.decisions.step_window import StepFigures, StepWindow
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import KnobChanges, Liveness
 from tidegate.wire.event import Event
+from tidegate.wire.evidence import ModelEvidence
 from tidegate.wire.step import StepReport
 
 RECENT_STEPS: Final = 20
@@ -112,6 +113,7 @@ class Member:
     """First step of this agent with each generation, by generation number."""
     effective: KnobChanges = field(default_factory=dict)
     rates: Rates | None = None
+    evidence: ModelEvidence | None = None
     predicted_update_seconds: float | None = None
     timelines: Timelines = field(default_factory=Timelines)
     recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
@@ -131,7 +133,7 @@ class Member:
         self.phase = report.phase
         self.effective = report.effective
         self.applied_generation = max(self.applied_generation, report.generation)
-        self.rates = report.rates or self.rates
+        self.rates, self.evidence = report.rates or self.rates, report.evidence or self.evidence
         if report.timeline is not None:
             self.timelines.add(report.timeline)
         self.predicted_update_seconds = report.predicted_update_seconds
@@ -164,6 +166,7 @@ class Member:
             "effective": dict(self.effective),
             "predicted_update_seconds": self.predicted_update_seconds,
             "rates": self.rates.model_dump(exclude_unset=True) if self.rates else None,
+            "evidence": self.evidence.model_dump(mode="json") if self.evidence else None,
         }
 
     def restore_last_report(self, stored: dict[str, Any]) -> None:
@@ -172,6 +175,7 @@ class Member:
         self.effective = stored.get("effective", {})
         self.predicted_update_seconds = stored.get("predicted_update_seconds")
         self.rates = Rates.model_validate(stored["rates"]) if stored.get("rates") else None
+        self.evidence = ModelEvidence.model_validate(stored["evidence"]) if stored.get("evidence") else None
 
     def set_recent(self, steps: Iterable[StepReport]) -> None:
         """Replaces the steps in `recent` by `steps`, which are oldest first."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, SubgroupSizes, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Lease, Vote
 from tidegate.wire.base import Message
 from tidegate.wire.canary import CanaryRequest, Rollback
+from tidegate.wire.evidence import SubgroupSizes
 from tidegate.wire.knobs import GenerationView, KnobPatch
 from tidegate.wire.prediction import KnobPreview
 from tidegate.wire.step import StepReport

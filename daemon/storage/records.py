@@ -17,6 +17,7 @@ from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentHello, Rates
 from tidegate.wire.audit import AuditRow
 from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, Message, RunName
+from tidegate.wire.evidence import ModelEvidence
 from tidegate.wire.knobs import MeasuredEffect
 
 
@@ -57,6 +58,7 @@ class LastReport(Message):
     effective: KnobChanges = Field(default_factory=dict)
     predicted_update_seconds: Duration | None = None
     rates: Rates | None = None
+    evidence: ModelEvidence | None = None
 
 
 class StoredRun(Message):

@@ -16,8 +16,9 @@ from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.server.app import create_app
 from tidegate.daemon.server.main import make_server
 from tidegate.errors import DaemonError
-from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Rates, SubgroupSizes, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Applied, Directive, Rates, Vote
 from tidegate.wire.base import DeviceKind
+from tidegate.wire.evidence import SubgroupSizes
 from tidegate.wire.step import LinkRow, PathRow, PathState, StallRow, StepReport
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 

@@ -9,7 +9,7 @@ import pytest
 
 from tidegate.errors import CapacityError
 from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds, rebalanced
-from tidegate.speeds.path_speed_estimator import PathStepTotals, PathTraffic, PathSpeedEstimator
+from tidegate.speeds.path_speed_estimator import PathSpeedEstimator, PathStepTotals, PathTraffic
 
 SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70

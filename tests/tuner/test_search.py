@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from tidegate.knobs.knobs import Off, device_share
 from tidegate.plan import Subgroup
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.tier_split import PathSpeeds
+from tidegate.simulator.predictor import Predictor
 from tidegate.simulator.steady_state import Rank
 from tidegate.simulator.what_if import predicted_seconds
 from tidegate.speeds.rate_card import RateCard
@@ -36,8 +39,15 @@ def subgroups(count: int, numel: int = 100_000_000) -> list[Subgroup]:
     return [Subgroup(i, numel, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(count)]
 
 
+def best_of(
+    rank: Rank, now: EffectiveKnobs, rates: RateCard, free: Collection[str], *,
+    backward_seconds: float | None = None, **options: Any,
+) -> tuple[EffectiveKnobs, float] | None:  # fmt: skip
+    return best(Predictor(rank=rank, rates=rates, backward_seconds=backward_seconds), now, free, **options)
+
+
 def stride_of(rank: Rank, static_ratio: float, rates: RateCard) -> float | Off:
-    found = best(rank, EffectiveKnobs("off", static_ratio), rates, {"stride"})
+    found = best_of(rank, EffectiveKnobs("off", static_ratio), rates, {"stride"})
     assert found is not None
     return found[0].stride
 
@@ -102,36 +112,36 @@ def test_what_is_not_simulated_could_not_have_been_better(
     seconds = {one: predicted_seconds(rank, one, rates, backward_seconds=backward) for one in all_of_them}
     for one, found in seconds.items():
         assert _bound_seconds(rank, one, rates) <= found * _ROUNDING
-    choice = best(rank, now, rates, free, backward_seconds=backward)
+    choice = best_of(rank, now, rates, free, backward_seconds=backward)
     assert choice is not None
     score = min((float(f"{seconds[one]:.9g}"), device_share(one.stride)) for one in all_of_them)
     assert (choice[1], device_share(choice[0].stride)) == score
     assert choice[1] == float(f"{seconds[choice[0]]:.9g}")
-    assert best(rank, now, rates, free, backward_seconds=backward, below_seconds=choice[1] * 0.999) is None
+    assert best_of(rank, now, rates, free, backward_seconds=backward, below_seconds=choice[1] * 0.999) is None
 
 
 def test_what_is_pinned_stays_and_what_does_not_fit_is_not_chosen() -> None:
     rank = Rank(subgroups(40), 2, {"nvme": 3})
     rates = H100.with_paths({"nvme": NVME})
     now = EffectiveKnobs("off", 0.1, (("nvme", 1.0),), 0, True)
-    free = best(rank, now, rates, {"stride", "order", "host_cache"}, cache_bytes=20 * 10**9)
+    free = best_of(rank, now, rates, {"stride", "order", "host_cache"}, cache_bytes=20 * 10**9)
     assert free is not None
     assert (free[0].alternate, free[0].host_cache_bytes, free[0].tier_split) == (False, 20 * 10**9, now.tier_split)
-    pinned = best(rank, now, rates, {"stride"})
+    pinned = best_of(rank, now, rates, {"stride"})
     assert pinned is not None
     assert (pinned[0].alternate, pinned[0].host_cache_bytes) == (True, 0)
-    assert best(rank, now, rates, {"stride", "order"}, allowed=lambda one: one == now) == (
+    assert best_of(rank, now, rates, {"stride", "order"}, allowed=lambda one: one == now) == (
         now,
         float(f"{predicted_seconds(rank, now, rates):.9g}"),
     )
-    assert best(rank, now, rates, {"stride"}, allowed=lambda _: False) is None
+    assert best_of(rank, now, rates, {"stride"}, allowed=lambda _: False) is None
 
 
 def test_storage_changes_the_stride() -> None:
     """A slow disk decides the update: the device can take nothing off it, so nothing is asked of the device."""
     slow = PathSpeeds(read_bytes_per_second=0.2e9, write_bytes_per_second=0.2e9)
     assert stride_of(Rank(subgroups(40), 2), 0.0, H100) != "off"
-    found = best(
+    found = best_of(
         Rank(subgroups(40), 2, {"disk": 3}), EffectiveKnobs(2.0, 0.0), H100.with_paths({"disk": slow}), {"stride"},
         below_seconds=0.95 * predicted_seconds(
             Rank(subgroups(40), 2, {"disk": 3}), EffectiveKnobs(2.0, 0.0), H100.with_paths({"disk": slow})
@@ -145,26 +155,26 @@ def test_a_candidate_that_needs_a_rate_nobody_has_seen_is_left_out() -> None:
     unseen = RateCard(
         d2h_bytes_per_second=52e9, h2d_bytes_per_second=52e9, cpu_params_per_second=2e9, norm_params_per_second=500e9
     )
-    found = best(Rank(subgroups(40), 2), EffectiveKnobs("off", 0.0), unseen, {"stride"})
+    found = best_of(Rank(subgroups(40), 2), EffectiveKnobs("off", 0.0), unseen, {"stride"})
     assert found is not None
     assert found[0].stride == "off"
     with pytest.raises(ConfigError, match=r"device_params_per_second.*not measured yet"):
-        best(Rank(subgroups(40), 2), EffectiveKnobs(2.0, 0.0), unseen, set())
+        best_of(Rank(subgroups(40), 2), EffectiveKnobs(2.0, 0.0), unseen, set())
 
 
 @pytest.mark.parametrize("unseen", ["d2h_bytes_per_second", "norm_params_per_second"])
 def test_with_no_candidate_left_it_says_which_rate_is_missing(unseen: str) -> None:
     """Also one that only ops before the norm need, which floors leave out."""
     with pytest.raises(ConfigError, match=f"{unseen}.*not measured yet"):
-        best(Rank(subgroups(40), 2), EffectiveKnobs("off", 0.0), replace(H100, **{unseen: None}), {"stride"})
+        best_of(Rank(subgroups(40), 2), EffectiveKnobs("off", 0.0), replace(H100, **{unseen: None}), {"stride"})
 
 
 def test_3000_subgroups_take_seconds_at_most() -> None:
     start = time.process_time()
-    best(Rank(subgroups(3000), 2), EffectiveKnobs("off", 0.0), H100, {"stride"})
+    best_of(Rank(subgroups(3000), 2), EffectiveKnobs("off", 0.0), H100, {"stride"})
     assert time.process_time() - start < 5.0
 
 
 def test_nothing_to_choose_for() -> None:
     with pytest.raises(ConfigError):
-        best(Rank([], 2), EffectiveKnobs("off", 0.0), H100, {"stride"})
+        best_of(Rank([], 2), EffectiveKnobs("off", 0.0), H100, {"stride"})

@@ -11,6 +11,7 @@ from tidegate.knobs.knobs import Off
 from tidegate.plan import Plan, Subgroup
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Op
+from tidegate.simulator.predictor import Predictor
 from tidegate.simulator.simulate import simulate
 from tidegate.simulator.steady_state import Rank, steady_steps
 from tidegate.speeds.live_rates import LiveRates
@@ -90,7 +91,8 @@ class VirtualTraining:
         if card is None:
             return None
         rank = Rank(subgroups(self.count), self.slots)
-        return find_move(rank, self.now, card, self.free, backward_seconds=self.backward_seconds)
+        predictor = Predictor(rank=rank, rates=card, backward_seconds=self.backward_seconds)
+        return find_move(predictor, self.now, self.free)
 
     def seconds(self, effective: EffectiveKnobs) -> float:
         """The update without noise."""

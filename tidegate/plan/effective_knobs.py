@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tidegate.knobs.knobs import EQ1, Off
+from tidegate.knobs.knobs import AUTO, EQ1, OFF, Knobs, Off, weights_of
 from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, eq1_split, user_split
 
@@ -29,6 +29,30 @@ class EffectiveKnobs:
     tier_split: Split = None
     host_cache_bytes: int = 0
     alternate: bool = False
+
+
+def resolve(
+    knobs: Knobs, *, stride: float | Off, alternate: bool, cache_bytes: int, static_stride: bool = False
+) -> EffectiveKnobs:
+    """The knobs as numbers. `stride`, `alternate` and `cache_bytes` are the values that `auto` stands for.
+
+    static_stride: the policy of the run updates no other subgroups than residents on the device, so that the stride is
+    always `off`.
+    """
+    wanted = stride if knobs.stride == AUTO else knobs.stride
+    return EffectiveKnobs(
+        stride=OFF if static_stride or wanted == OFF else float(wanted),
+        static_ratio=knobs.static_ratio,
+        tier_split=_split(knobs.tier_split),
+        host_cache_bytes=cache_bytes if knobs.host_cache == AUTO else int(knobs.host_cache),
+        alternate=alternate if knobs.order == AUTO else knobs.order == "alternate",
+    )
+
+
+def _split(text: str) -> Split:
+    if text == EQ1:
+        return EQ1
+    return None if text == AUTO else tuple(weights_of(text).items())
 
 
 def host_cached_ids(

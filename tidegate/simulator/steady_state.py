@@ -142,8 +142,8 @@ def sampled(rank: Rank, effective: EffectiveKnobs) -> tuple[Rank, EffectiveKnobs
     """A sample of `rank` with fewer subgroups, knobs for the sample, and the scale factor (parameters of `rank` divided
     by parameters of the sample; 1.0 if all subgroups are used).
 
-    The sample has evenly spaced subgroups; the host cache is reduced by the scale factor, as is the device memory beside
-    the staging slots.
+    The sample has evenly spaced subgroups; the host cache is reduced by the scale factor, as is the device memory
+    beside the staging slots.
     """
     subgroups = rank.subgroups
     count = min(len(subgroups), MAX_SIMULATED_TIERED if rank.host_slots else MAX_SIMULATED_SUBGROUPS)
@@ -195,9 +195,7 @@ def _placements(
     up-to-date copy in host memory (mirror) from the step before."""
     spilled = spilled_gradients(rank.subgroups, processors, before, after, _gradient_room(rank, processors, after))
     return tuple(
-        placement(
-            processor, old, new, mirror_valid=processor == "cpu", spilled=waits_on_host, mode=rank.gradients
-        )
+        placement(processor, old, new, mirror_valid=processor == "cpu", spilled=waits_on_host, mode=rank.gradients)
         for processor, old, new, waits_on_host in zip(processors, before, after, spilled, strict=True)
     )
 
@@ -215,9 +213,7 @@ def _device_state_bytes(rank: Rank, processors: Sequence[Processor], after: Sequ
     residents = sum(s.nbytes("state") for s, lives in zip(rank.subgroups, after, strict=True) if lives == "device")
     if all(processor == "cpu" or lives == "device" for processor, lives in zip(processors, after, strict=True)):
         return residents
-    return residents + rank.num_slots * sum(
-        device_slot_bytes(rank.subgroups, gradients=rank.gradients == "release")
-    )
+    return residents + rank.num_slots * sum(device_slot_bytes(rank.subgroups, gradients=rank.gradients == "release"))
 
 
 def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpeeds]:

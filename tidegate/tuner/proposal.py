@@ -7,24 +7,21 @@ from dataclasses import replace
 
 from tidegate.errors import ConfigError
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.simulator.steady_state import Rank
-from tidegate.simulator.what_if import predicted_seconds
+from tidegate.simulator.predictor import Predictor
 from tidegate.speeds.rate_card import RateCard
 from tidegate.tuner.search import START_STRIDE, best
 from tidegate.tuner.tuner import MINIMUM_GAIN, Move
 
 
 def find_move(
-    rank: Rank,
+    predictor: Predictor,
     now: EffectiveKnobs,
-    rates: RateCard,
     free: Collection[str],
     *,
     cache_bytes: int = 0,
-    backward_seconds: float | None = None,
     allowed: Callable[[EffectiveKnobs], bool] = lambda _: True,
 ) -> Move | None:
-    """Searches the best knobs by these rates; None if their predicted gain is below MINIMUM_GAIN.
+    """Searches the best knobs by the model; None if their predicted gain is below MINIMUM_GAIN.
 
     free: names of the knobs that may differ from `now`. cache_bytes: size to which the host cache may grow. allowed:
     rejects knobs that do not fit. If no predictable knobs are better, and other strides cannot be predicted because
@@ -32,19 +29,19 @@ def find_move(
     then both speeds are measured.
     """
     try:
-        present = predicted_seconds(rank, now, rates, backward_seconds=backward_seconds)
+        present = predictor.update_seconds(now)
         choice = best(
-            rank, now, rates, free, cache_bytes=cache_bytes, below_seconds=(1 - MINIMUM_GAIN) * present,
-            backward_seconds=backward_seconds, allowed=allowed,
+            predictor, now, free,
+            cache_bytes=cache_bytes, below_seconds=(1 - MINIMUM_GAIN) * present, allowed=allowed,
         )  # fmt: skip
     except ConfigError:
         return None  # a rate that the present knobs need was not measured yet
     if choice is not None:
         return Move(choice[0], 1 - choice[1] / present)
-    if "stride" not in free or rank.num_slots == 0 or _all_rates_known(rates):
+    if "stride" not in free or predictor.rank.num_slots == 0 or _all_rates_known(predictor.rates):
         return None
     probe = replace(now, stride=START_STRIDE)
-    unknown = predicted_seconds_or_none(rank, probe, rates, backward_seconds) is None
+    unknown = predicted_seconds_or_none(predictor, probe) is None
     return Move(probe, None) if unknown and allowed(probe) else None
 
 
@@ -54,11 +51,9 @@ def _all_rates_known(rates: RateCard) -> bool:
     return None not in (*both, rates.h2d_bytes_per_second, rates.d2h_bytes_per_second)
 
 
-def predicted_seconds_or_none(
-    rank: Rank, knobs: EffectiveKnobs, rates: RateCard, backward_seconds: float | None
-) -> float | None:
+def predicted_seconds_or_none(predictor: Predictor, knobs: EffectiveKnobs) -> float | None:
     """The predicted seconds of the update under these knobs; None while a rate is not known that they need."""
     try:
-        return predicted_seconds(rank, knobs, rates, backward_seconds=backward_seconds)
+        return predictor.update_seconds(knobs)
     except ConfigError:
         return None

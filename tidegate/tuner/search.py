@@ -14,8 +14,8 @@ from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Subgroup
 from tidegate.simulator.lower_bound import lower_bound
 from tidegate.simulator.paper_equations import cpu_to_device_ratio, stride_from_ratio
+from tidegate.simulator.predictor import Predictor
 from tidegate.simulator.steady_state import Rank, sampled, steady_steps
-from tidegate.simulator.what_if import predicted_seconds
 from tidegate.speeds.rate_card import RateCard
 
 START_STRIDE: Final = 2.0
@@ -32,14 +32,12 @@ _ROUNDING: Final = 1 + 1e-6
 
 
 def best(
-    rank: Rank,
+    predictor: Predictor,
     now: EffectiveKnobs,
-    rates: RateCard,
     free: Collection[str],
     *,
     cache_bytes: int = 0,
     below_seconds: float = math.inf,
-    backward_seconds: float | None = None,
     static_ratios: Sequence[float] = (),
     allowed: Callable[[EffectiveKnobs], bool] = lambda _: True,
 ) -> tuple[EffectiveKnobs, float] | None:
@@ -54,6 +52,7 @@ def best(
 
     Candidates that need an unknown rate are left out. ConfigError when no candidate remains.
     """
+    rank, rates = predictor.rank, predictor.rates
     bounds, unknown = _lower_bounds(rank, candidates(rank, now, rates, free, cache_bytes, static_ratios), rates)
     simulated = 0
     found: tuple[tuple[float, float, float, bool], EffectiveKnobs] | None = None
@@ -61,7 +60,7 @@ def best(
         if bound_seconds > _ROUNDING * min(below_seconds, found[0][0] if found else math.inf):
             break
         try:
-            seconds = predicted_seconds(rank, knobs, rates, backward_seconds=backward_seconds)
+            seconds = predictor.update_seconds(knobs)
         except ConfigError as error:  # an unknown rate of ops before `step()`, which lower bounds ignore
             unknown = error
             continue

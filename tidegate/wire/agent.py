@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from tidegate.wire.base import (
     AgentId,
@@ -25,12 +25,11 @@ from tidegate.wire.base import (
     Text,
     Whole,
 )
+from tidegate.wire.evidence import ModelEvidence, SizeRuns
 from tidegate.wire.step import StepReport
 from tidegate.wire.timeline import TimelineView
 
 PROTOCOL_VERSION = 2
-MAX_SUBGROUPS = 100_000
-"""Most subgroups of one rank; the daemon simulates each of them."""
 MAX_LANES = 256
 """Number of lanes of one rank, at most: two for each path, and a few others."""
 MAX_KNOB_CHARACTERS = 6_000
@@ -48,16 +47,6 @@ def _check_knobs(knobs: KnobChanges) -> KnobChanges:
 
 
 ReportedKnobs = Annotated[KnobChanges, AfterValidator(_check_knobs)]
-
-
-class SubgroupSizes(Message):
-    """Sizes of a rank's subgroups, for the simulator: one entry for each group of `count` equal subgroups."""
-
-    numel: Count
-    count: Annotated[int, Field(strict=True, ge=0, le=MAX_SUBGROUPS)]
-    weight_bytes: Count
-    grad_bytes: Count
-    state_bytes: Count
 
 
 class Rates(Message):
@@ -111,7 +100,7 @@ class AgentHello(Message):
     """Start-up settings: generation 0 of a new run."""
     reset_knobs: Flag = False
     """Whether the knobs of the script replace desired knobs that the daemon has stored for this run."""
-    subgroups: Annotated[tuple[SubgroupSizes, ...], Field(max_length=1024)] = ()
+    subgroups: SizeRuns = ()
     num_slots: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
     device_memory_bytes: Count | None = None
     """Memory capacity of the device; None where that is not known."""
@@ -128,14 +117,6 @@ class AgentHello(Message):
     replaces: Label | None = None
     """Id of the agent that holds the rank, if its process is known to have ended: then the rank is taken over at once,
     not only when that agent has been silent for so long that it counts as gone."""
-
-    @model_validator(mode="after")
-    def _check_subgroups(self) -> AgentHello:
-        if (count := sum(sizes.count for sizes in self.subgroups)) > MAX_SUBGROUPS:
-            raise ValueError(
-                f"there are {count:,} subgroups in all, at most {MAX_SUBGROUPS:,} are allowed: make subgroups larger"
-            )
-        return self
 
 
 class Holder(Message):
@@ -170,6 +151,8 @@ class AgentReport(Message):
     effective: ReportedKnobs
     """The values that the rank uses: for an `auto` knob the tuner's value, for a pinned knob its own value."""
     rates: Rates | None = None
+    evidence: ModelEvidence | None = None
+    """The other inputs of predictions for this rank; None from an agent of the version before."""
     steps: Annotated[tuple[StepReport, ...], Field(max_length=256)] = ()
     """The steps finished since the last report (the newest 256)."""
     timeline: TimelineView | None = None

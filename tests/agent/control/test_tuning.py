@@ -14,12 +14,12 @@ from tidegate.agent.control import tuning as tuning_module
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory as memory_module
-from tidegate.plan.residency import _is_close
 from tidegate.agent.optimizer import host_cache as cache_module
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.simulator.steady_state import Rank
+from tidegate.plan.residency import _is_close
+from tidegate.simulator.predictor import Predictor
 from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS
 from tidegate.speeds.rate_card import PathRates
 from tidegate.tuner.tuner import FIRST_SEARCH_STEPS, LONGEST_WAIT_STEPS, Move
@@ -80,8 +80,8 @@ def test_it_asks_of_the_paths_that_are_left(tmp_path: Path, monkeypatch: pytest.
     training = Training(stride="auto", paths=two(tmp_path), host_cache=0)
     asked: list[Mapping[str, int]] = []
 
-    def watched(rank: Rank, *_: object, **__: object) -> None:
-        asked.append(rank.capacity)
+    def watched(predictor: Predictor, *_: object, **__: object) -> None:
+        asked.append(predictor.rank.capacity)
 
     monkeypatch.setattr(tuning_module, "find_move", watched)
     with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="retired") as attachment:

@@ -13,8 +13,8 @@ from tidegate.agent.engine.residency import traffic
 from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
-from tidegate.timeline.timeline import Span
 from tidegate.speeds.path_speed_estimator import PathSpeedEstimator
+from tidegate.timeline.timeline import Span
 
 
 def spans(kind: OpKind, *times: tuple[float, float]) -> list[Span]:

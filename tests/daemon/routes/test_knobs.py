@@ -14,7 +14,8 @@ import pytest
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, new_run, wait_until
 from tidegate.daemon.control.preview import prediction_inputs
 from tidegate.errors import KnobError, NotFound, StaleKnobs
-from tidegate.wire.agent import Applied, Rates, SubgroupSizes, Vote
+from tidegate.wire.agent import Applied, Rates, Vote
+from tidegate.wire.evidence import SubgroupSizes
 from tidegate.wire.knobs import GenerationView
 
 
@@ -287,8 +288,8 @@ def test_many_subgroups_are_not_counted_out_on_the_event_loop(daemon: Daemon) ->
     agent.say(rates=RATES)
     known = prediction_inputs(daemon.app.state.plane.registry.run(run))
     assert known is not None
-    assert "rank" not in vars(known)
-    assert [subgroup.id for subgroup in known.rank.subgroups] == list(range(16))
+    assert "predictor" not in vars(known)
+    assert [subgroup.id for subgroup in known.predictor.rank.subgroups] == list(range(16))
 
 
 def test_a_rate_that_is_missing_is_no_error(daemon: Daemon) -> None:
