@@ -115,6 +115,7 @@ def row_of(choice: Choice, training: Training, turns: list[list[Measured]], card
         equation=by_equations(training.rank, effective, card),
         bottleneck=bottleneck,
         emulated=bottleneck in EMULATED,
+        spills=steady_steps(training.rank, effective, card)[0].spills,
     )
 
 
@@ -170,6 +171,7 @@ def result(rows: list[Row], rivals: list[Row], updates: int) -> dict[str, Any]:
                 "error": round(row.error, 3),
                 "bottleneck": row.bottleneck,
                 "emulated": row.emulated,
+                "spills": row.spills,
             }
             for row in sorted(rows, key=lambda row: row.measured)
         ],
@@ -182,7 +184,10 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
     for name in paths:
         (folder / name).mkdir()
     sets = ((), ("fast",), ("slow",), ("fast", "slow"))
-    kinds = [Kind(paths=paths, subgroup_numel=numel // count) for paths in sets for count in options.subgroups]
+    kinds = [
+        Kind(paths=paths, subgroup_numel=numel // count, gradients=mode)
+        for mode in options.gradients for paths in sets for count in options.subgroups
+    ]  # fmt: skip
     choices = draw(kinds, numel * STATE_BYTES, options.configurations, options.seed)
     began = time.monotonic()
     paced = affordable()
@@ -196,6 +201,8 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
                         paths={name: paths[name] for name in kind.paths},
                         device=paced,
                         cpu_threads=options.threads,
+                        gradients=kind.gradients,
+                        gradient_memory_bytes=int(2 * numel * options.gradient_memory),
                     )
                 )
             )
@@ -244,6 +251,15 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure; a folder in it is used")
     parser.add_argument("--tensors", type=int, default=8, help=f"of {TENSOR_NUMEL:,} parameters each")
     parser.add_argument("--subgroups", type=int, nargs="+", default=[8, 16, 32], help="how many there are, by training")
+    parser.add_argument(
+        "--gradients", choices=["keep", "release"], nargs="+", default=["keep"], help="modes of gradients, by training"
+    )
+    parser.add_argument(
+        "--gradient-memory",
+        type=float,
+        default=0.25,
+        help="with release, device memory for gradients as a share of all gradients; the others are spilled",
+    )
     parser.add_argument("--configurations", type=int, default=54)
     parser.add_argument("--backward", type=float, default=0.12, help="seconds")
     parser.add_argument("--threads", type=int, default=cpu_lane_threads(), help="of the update on the CPU")

@@ -14,13 +14,13 @@ def rank_predictor(optimizer: OffloadedOptimizer, recorder: Recorder) -> Predict
     """The predictor of this rank as it is now. May be called from any thread. Before rates are measured, its rate card
     is empty, and predictions raise ConfigError."""
     return Predictor(
-        rank=_rank(optimizer.engine),
+        rank=rank_of(optimizer.engine),
         rates=recorder.rates or RateCard(),
         backward_seconds=recorder.backward_seconds,
     )
 
 
-def _rank(engine: Engine) -> Rank:
+def rank_of(engine: Engine) -> Rank:
     """The rank as the model needs it. Capacities are those with which the last step was planned."""
     return Rank(
         subgroups=engine.subgroups,

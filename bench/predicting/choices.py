@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tidegate.knobs.knobs import Knobs, specs_for
+from tidegate.plan.residency import GradientMode
 
 STRIDES: Final = ("off", "off", "off", 3.0, 5.0, 8.0, 12.0)
 """Strides to draw from. The emulated device is slower than the CPU, so that the fastest configurations have a large
@@ -21,11 +22,12 @@ ORDERS: Final = ("pinned", "pinned", "alternate")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Properties of a training that knobs do not change: the names of its paths, and the parameters of a subgroup.
-    There is one training for each kind."""
+    """Properties of a training that knobs do not change: the names of its paths, the parameters of a subgroup, and the
+    mode of gradients. There is one training for each kind."""
 
     paths: tuple[str, ...]
     subgroup_numel: int
+    gradients: GradientMode = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Choice:
     def to_dict(self) -> dict[str, object]:
         found: dict[str, object] = {
             "paths": list(self.kind.paths), "subgroup_numel": self.kind.subgroup_numel, "stride": self.knobs.stride,
-            "static_ratio": self.knobs.static_ratio,
+            "static_ratio": self.knobs.static_ratio, "gradients": self.kind.gradients,
         }  # fmt: skip
         if self.kind.paths:
             found |= {"cache_share": self.cache_share, "order": self.knobs.order, "tier_split": self.knobs.tier_split}

@@ -24,6 +24,8 @@ class Row:
     """The resource that was busy for longest."""
     emulated: bool
     """Whether the bottleneck is an emulated lane, which is paced."""
+    spills: bool = False
+    """Whether gradients are spilled: copied to host memory, and back with the state of their subgroup."""
 
     @property
     def error(self) -> float:

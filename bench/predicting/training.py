@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import tidegate
+from tidegate.agent.control.rank_predictor import rank_of
 from tidegate.agent.devices.emulated import EmulatedRates
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
@@ -18,6 +19,7 @@ from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import LANES, OpKind
+from tidegate.plan.residency import GradientMode
 from tidegate.simulator.steady_state import Rank
 from tidegate.timeline.stall_analysis import busy_seconds
 from tidegate.timeline.timeline import Span
@@ -78,8 +80,11 @@ class Training:
         paths: Mapping[str, PathSettings],
         device: EmulatedRates,
         cpu_threads: int,
+        gradients: GradientMode = "keep",
+        gradient_memory_bytes: int = 0,
     ) -> None:
-        """numel: number of parameters, a multiple of `TENSOR_NUMEL`."""
+        """numel: number of parameters, a multiple of `TENSOR_NUMEL`. gradient_memory_bytes: in mode `release`, device
+        memory for gradients; the others are spilled to host memory."""
         generator = torch.Generator().manual_seed(0)
         tensors = numel // TENSOR_NUMEL
         self._params = [
@@ -96,6 +101,8 @@ class Training:
                 cpu_threads=cpu_threads,
                 host_cache=0 if paths else "auto",
                 paths=paths,
+                gradients=gradients,
+                gradient_memory_bytes=gradient_memory_bytes,
             ),
         )
         self._optimizer.observers.append(self._observe)
@@ -107,12 +114,7 @@ class Training:
     @property
     def rank(self) -> Rank:
         """The description of this training that the model gets."""
-        engine = self._optimizer.engine
-        return Rank(
-            engine.subgroups, engine.num_slots, engine.host_slots, engine.gradients.mode,
-            gradient_order=engine.gradient_gates.order, step_at=engine.planner.step_at,
-            path_speeds=engine.planner.path_speeds,
-        )  # fmt: skip
+        return rank_of(self._optimizer.engine)
 
     @property
     def emulated(self) -> EmulatedRates:

@@ -95,6 +95,11 @@ class SteadyStep:
             self.rank.subgroups, self.placements, gradients, self.rank.norms, self.rank.host_slots, self.order
         )
 
+    @property
+    def spills(self) -> bool:
+        """Whether gradients are spilled in this step, because the device has no room for them."""
+        return any(placement.spilled for placement in self.placements)
+
     def lane_bytes(self) -> dict[str, int]:
         """Bytes that each lane copies in the step: over the link, and from and to each path."""
         nbytes: Counter[str] = Counter()
