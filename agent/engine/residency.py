@@ -84,8 +84,8 @@ class Residences:
         divide(count, self._usable(effective.tier_split), self._estimator.rates, capacity=capacity)
 
     def _usable(self, split: Split) -> Split:
-        """Returns `split`; or None, with which measured speeds decide, if the user's weights divide the subgroups only
-        among paths that are retired."""
+        """Replaces a tier split that cannot be used. Returns None (measured speeds decide) if `split` gives weights to
+        retired paths only; otherwise returns `split` unchanged."""
         named = [name for name, weight in _explicit_weights(split) if weight]
         return None if named and all(name in self._store.retired for name in named) else split
 
@@ -124,7 +124,7 @@ class Residences:
 
     @property
     def counts(self) -> SubgroupCounts:
-        """Number of subgroups in storage by path, as the split assigns them."""
+        """Number of subgroups that the tier split assigns to each path, by name of the path."""
         return dict(self._counts)
 
     def observe(self, spans: Sequence[Span], residences: Sequence[Residence]) -> None:

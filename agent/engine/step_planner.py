@@ -1,4 +1,5 @@
-"""Makes the plan of each step from the knobs, and takes the memory and the space on paths that the plan needs."""
+"""Makes the plan of each step from the knobs, allocates the memory that the plan needs, and reserves its space on
+paths."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MAX_PLANS = 16
 
 
 class StepPlanner:
-    """Plans the steps of one engine."""
+    """Makes the plans of one engine's steps, and allocates the memory and space that they need."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class StepPlanner:
         self._path_speeds = StablePathSpeeds()
 
     def extend(self, layouts: Sequence[Layout]) -> None:
-        """Appends subgroups."""
+        """Adds the subgroups of `layouts` to the plans that are made from now on, and empties the cache of plans."""
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
         self._largest_gradient_bytes = max(self._largest_gradient_bytes, _largest_gradient_bytes(layouts))
         self._plans.clear()
@@ -64,7 +65,7 @@ class StepPlanner:
 
     def observe_step_delay(self, seconds: float) -> None:
         """Records that `step()` was called `seconds` after the start of its plan. Does nothing without storage paths,
-        because only they use this time."""
+        because only plans with ops on paths use this time."""
         if self._memory.store is not None:
             self._step_delay.observe(seconds)
 
@@ -81,8 +82,8 @@ class StepPlanner:
             )
 
     def stage(self, effective: EffectiveKnobs) -> None:
-        """Allocates memory for the next plan with the knobs `effective`, on the device and on the host, before the plan
-        is made."""
+        """Allocates device memory and host memory for the next plan, with the knobs `effective`, before it is made.
+        With storage paths, the host buffers for state are not included: `prepare` allocates them."""
         lives = self._memory.residence
         placed = self._place(effective)
         spilled = self._spilled(placed, self._gradient_room(placed))
@@ -90,10 +91,11 @@ class StepPlanner:
         self._memory.stage([self._placement(i, placed[i][0], stay[i], spilled[i]) for i in range(len(placed))])
 
     def prepare(self, effective: EffectiveKnobs, gradient_order: tuple[int, ...] | None) -> tuple[Plan, int]:
-        """Makes the plan of the next step, and allocates all memory and all space on paths that it needs.
+        """Makes the plan of the next step, and allocates all memory and all space on paths that the plan needs.
 
-        Returns the plan, and the bytes that gradients may take on the device until they are used. gradient_order: the
-        subgroups in the order in which their gradients are expected; None if that is unknown.
+        effective: the knobs. gradient_order: the subgroups in the order in which their gradients are expected; None if
+        the order is unknown. Returns the plan, and the bytes of device memory that gradients may take until the update
+        has used them.
         """
         placed = self._place(effective)
         room_bytes = self._gradient_room(placed)
@@ -112,8 +114,8 @@ class StepPlanner:
         return plans[0], room_bytes
 
     def check(self, effective: EffectiveKnobs, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
-        """Checks that device, host memory and paths can hold the state with these knobs and with `more` additional
-        subgroups. Raises MemoryBudgetError, KnobError or CapacityError, with figures, if not.
+        """Checks that device, host memory and paths can hold the state with these knobs, including the state of the
+        additional subgroups `more`. Raises MemoryBudgetError, KnobError or CapacityError, with figures, if they cannot.
 
         headroom_bytes: device memory that the state must leave free.
         """
@@ -130,7 +132,8 @@ class StepPlanner:
             self._memory.check_host(effective.host_cache_bytes)
 
     def _place(self, effective: EffectiveKnobs) -> tuple[tuple[Processor, Residence], ...]:
-        """Processor and residence (device or host) of each subgroup, as the knobs place it."""
+        """Returns, for each subgroup, the processor that updates it and its residence (device or host), as the knobs
+        `effective` determine them."""
         return place_subgroups(len(self.subgroups), stride=effective.stride, static_ratio=effective.static_ratio)
 
     def _next_residences(
@@ -150,8 +153,9 @@ class StepPlanner:
         return replace(placed, mirror_valid=False, grad_in_slot=in_slot)
 
     def _gradient_room(self, placed: Sequence[tuple[str, Residence]]) -> int:
-        """Bytes of device memory for gradients that are not used yet. In mode `keep` this is the size of all gradients,
-        because the framework owns their memory."""
+        """Bytes of device memory that gradients may take until the update has used them. In mode `keep` this is the
+        size of all gradients, because the framework owns their memory. `placed`: processor and residence of each
+        subgroup."""
         if self._settings.gradients == "keep":
             return sum(s.nbytes("gradient") for s in self.subgroups)
         weights = sum(s.nbytes("weight") for s in self.subgroups)
@@ -163,8 +167,9 @@ class StepPlanner:
         return spilled_gradients(self._memory.layouts, self._memory.residence, placed, room_bytes)
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
-        """Calls `attempt`, which places subgroups, and repeats it when a path is found to be full or unusable. The
-        store then accepts fewer subgroups for this path, so that the next attempt divides the subgroups in another way.
+        """Calls `attempt`, which places subgroups, and repeats the call when a path turns out to be full or unusable.
+        The store then accepts fewer subgroups for this path, so that the next attempt divides the subgroups in another
+        way.
 
         Raises CapacityError if the paths are too small, or the error of the last path.
         """
@@ -177,7 +182,11 @@ class StepPlanner:
     def _plan(
         self, placements: tuple[Placement, ...], order: StepOrder, gradient_order: tuple[int, ...] | None
     ) -> Plan:
-        """The plan from the cache, or a new plan that is verified."""
+        """Returns the plan for these placements: from the cache, or a new plan, which is verified and stored there.
+
+        order: order in which the subgroups are updated. gradient_order: the subgroups in the order in which their
+        gradients are expected; None if the order is unknown.
+        """
         if self._memory.store is not None:
             self._path_speeds.observe(self._memory.store.speeds)
         settings, step_at = self._settings, self._step_delay.step_at

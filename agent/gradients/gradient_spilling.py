@@ -14,10 +14,10 @@ def spilled_gradients(
     placed: Sequence[tuple[str, Residence]],
     room_bytes: int,
 ) -> list[bool]:
-    """Whether the gradient of each subgroup is spilled.
+    """Returns, for each subgroup, whether its gradient is spilled.
 
-    Only gradients of subgroups that are staged for an update on the device are spilled, those of the last subgroups
-    first. Gradients of residents stay on the device and use a part of the room.
+    Only gradients of subgroups whose state is copied to the device for the update are spilled, those of the last
+    subgroups first. Gradients of residents stay on the device and use a part of `room_bytes`.
 
     layouts: the subgroups. residence: where the state of each subgroup is now. placed: processor and next residence of
     each subgroup. room_bytes: device memory for gradients that are not used yet.

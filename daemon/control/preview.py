@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
 UNUSABLE_REPORT: Final = "No advice: the figures that the ranks reported cannot be used; the daemon's log says why."
 _MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
-"""Exceptions of the model that are possible when reported figures, each of which is valid, contradict each other."""
+"""Exceptions that the model may raise if figures that ranks have reported contradict each other, although each figure
+alone is valid."""
 NO_ROOM: Final = "No prediction: there is no room for it."
 
 
@@ -46,11 +47,12 @@ class PredictionInputs:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Median measured seconds of each phase in the last steps."""
     error_ratio: float | None = None
-    """Relative error of the prediction for the present plan; None while there is nothing to compare."""
+    """Relative error of the predicted update time for the present plan. None while there is no prediction or no
+    measured step."""
     ratios: tuple[float, ...] = ()
     """Measured update time of each of the last steps, divided by the predicted time for the present plan."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Largest number of subgroups of each path, 0 for a retired path; a path that is absent has no limit."""
+    """Number of subgroups that each path can hold; 0 for a retired path. A path without a limit is absent."""
     device_free_bytes: int | None = None
     """Device memory that was never used in the last steps; None if unknown."""
 
@@ -101,7 +103,8 @@ class PredictionInputs:
         )
 
     def capacity_shortfall(self, knobs: Knobs) -> str:
-        """The path that is too small for its share under these knobs, as a sentence; empty if none, or if unknown."""
+        """A sentence that names the path that is too small for its share of subgroups with these knobs. Empty if every
+        path is large enough, or if this is unknown."""
         wanted = self.numbers(knobs) if not self.unknown_policy and self.hello.paths else None
         try:
             return capacity_shortfall(self.rank, wanted, self.rates) if wanted is not None else ""
@@ -173,7 +176,8 @@ def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
 
 
 def _error_ratio(member: Member, steps: list[StepReport]) -> float | None:
-    """Relative error of the prediction for the present plan; None while there is nothing to compare."""
+    """Relative error of the predicted update time for the present plan, from the median over `steps`. None while there
+    is no prediction or no measured step."""
     ratios = _ratios(member, steps)
     return abs(1 / median(ratios) - 1) if ratios else None
 

@@ -1,7 +1,7 @@
 """Fast routes, for requests that hundreds of ranks send every second: they skip FastAPI's router and dependencies.
 
-FastAPI would match the routes a second time and resolve an endpoint's dependencies at each request, which takes longer
-than handling a report. The routes are in the OpenAPI document as all others.
+`SecurityMiddleware` has already found the route of a request. FastAPI would look for the route again and resolve the
+endpoint's dependencies, which takes longer than handling a report. Fast routes are in the OpenAPI document like others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class FastRoute(APIRoute):
 
 
 class FastRouteMiddleware:
-    """ASGI middleware inside `SecurityMiddleware` that calls fast routes directly, with the route found there.
+    """ASGI middleware that calls the endpoints of fast routes directly. It takes the route from the request's state,
+    where `SecurityMiddleware`, which runs before it, has stored it.
 
     handlers: the application's exception handlers, by class of exception or status.
     """

@@ -29,8 +29,8 @@ class AlertTable:
     """The alerts of one database."""
 
     def __init__(self, reading: sessionmaker[Session], row_reader: RowReader) -> None:
-        """`reading`: sessions that only read. `row_reader`: leaves out rows that cannot be read, and remembers them;
-        None: a new one."""
+        """`reading`: makes sessions that only read. `row_reader`: leaves out rows that cannot be read, and remembers
+        their keys."""
         self._reading, self._row_reader = reading, row_reader
 
     def all(self) -> list[KnownAlert]:

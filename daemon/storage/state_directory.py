@@ -111,7 +111,8 @@ def _move_here(state_dir: Path, own: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(home: Path) -> Iterator[None]:
-    """Locks the folder, because two daemons on one state would conflict. The lock ends with the process."""
+    """Context manager that locks the folder, so that only one daemon uses the state in it. DaemonError if another
+    daemon holds the lock. The lock ends with the process at the latest."""
     try:
         # The folder itself is locked, so no lock file can be left behind.
         descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)

@@ -19,12 +19,12 @@ from tidegate.plan.tier_split import PathSpeeds, assign_paths
 from tidegate.speeds.rate_card import RateCard
 
 MAX_SIMULATED_SUBGROUPS: Final = 400
-"""Most subgroups of a simulation without storage paths; of more, a sample is simulated (`sampled`)."""
+"""Largest number of subgroups in a simulation without storage paths. If a rank has more, `sampled` chooses a sample."""
 MAX_SIMULATED_TIERED: Final = 96
-"""Most subgroups of a simulation with storage paths. It takes longer: a subgroup has about twice as many ops, and lanes
-slow each other down."""
+"""Largest number of subgroups in a simulation with storage paths. Such a simulation takes longer: a subgroup has about
+twice as many ops, and lanes slow each other down."""
 _PAGE_BYTES: Final = 4096
-"""State in host memory occupies whole pages of so many bytes."""
+"""Size of a memory page in bytes. The state of each subgroup in host memory occupies whole pages."""
 _DUPLEX: Final = 0.9
 """Smallest interference factor of a duplex path: its reads keep at least this share of their speed while it also
 writes."""
@@ -35,11 +35,11 @@ class Rank:
     """The properties of a rank that knobs do not change: its subgroups, and its staging slots on the device and in host
     memory.
 
-    host_slots: host slots of each path. capacity: most subgroups of each path, 0 for a retired path; without limit
-    where absent. gradient_order: ids of all subgroups in the order in which their gradients arrive; None for the
-    reverse order of ids. step_at: seconds after the first gradient at which plans expect `step()`; None to derive it
-    from the length of the backward. path_speeds: speeds by which the engine orders ops; None for the speeds of the rate
-    card.
+    host_slots: number of host slots of each path. capacity: largest number of subgroups that each path can hold; 0 for
+    a retired path; a path that is absent has no limit. gradient_order: ids of all subgroups in the order in which their
+    gradients arrive; None for the reverse order of ids. step_at: seconds after the first gradient at which plans expect
+    `step()`; None to derive it from the length of the backward. path_speeds: speeds by which the engine orders ops;
+    None for the speeds of the rate card.
     """
 
     subgroups: Sequence[Subgroup]
@@ -53,7 +53,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         if not self.subgroups:
-            raise ConfigError("There are no subgroups to predict an update for.")
+            raise ConfigError("A rank without subgroups has no update to predict: give at least one subgroup.")
 
     @property
     def norms(self) -> Norms:
@@ -62,7 +62,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class SteadyStep:
-    """A step of the steady state. If the order of updates alternates, two such steps repeat in turn, otherwise one."""
+    """One step of a rank in the steady state: the placements of its subgroups, and the order of their updates.
+
+    If the order alternates, two such steps take turns; otherwise one step repeats.
+    """
 
     rank: Rank
     placements: tuple[Placement, ...]
@@ -198,8 +201,8 @@ def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list
 
 
 def _without_path(rank: Rank, stored: Sequence[int]) -> set[int]:
-    """The subgroups that stay in host memory, as in the engine, because a path was retired and the other paths lack
-    capacity."""
+    """Ids of the subgroups in `stored` (all that should be on paths) that stay in host memory, because a path was
+    retired and the other paths lack capacity. The engine chooses the same subgroups."""
     if 0 not in rank.capacity.values():
         return set()
     room = sum(rank.capacity.get(path, len(stored)) for path in rank.host_slots)
@@ -219,7 +222,10 @@ def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpe
     for path in paths:
         known = rates.paths.get(path)
         if known is None or known.read_bytes_per_second is None or known.write_bytes_per_second is None:
-            raise ConfigError(f"The rate card lacks the speed of path {path}: it was not measured yet.")
+            raise ConfigError(
+                f"The rate card lacks the speed of path {path}: it was not measured yet. Run `tidegate calibrate`, or "
+                "wait until a step has used the path."
+            )
         read, write = path_lanes(path)
         speeds[path] = PathSpeeds(
             read_bytes_per_second=known.read_bytes_per_second,
@@ -230,8 +236,12 @@ def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpe
 
 
 def _placement(rank: Rank, processor: Literal["cpu", "device"], before: Residence, after: Residence) -> Placement:
-    """The placement of a subgroup, by the rules of the engine: if its state passes through a host slot, its gradient is
-    in that slot, too, and no copy of its weight is kept in host memory (mirror)."""
+    """The placement that the engine would give to a subgroup with residence `before` at the start of the step and
+    residence `after` at its end.
+
+    If the state passes through a host slot, host memory has no mirror of the weight. If then the CPU updates the
+    subgroup, and gradients are kept until the step, the gradient is in the host slot, too.
+    """
     placement = Placement(processor, before, after, mirror_valid=processor == "cpu")
     if not placement.uses_host_slot:
         return replace(placement, mirror_valid=processor == "cpu" and (is_path(before) or before == "host"))
