@@ -21,8 +21,8 @@ ORDERS: Final = ("pinned", "pinned", "alternate")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Properties of a training that knobs do not change: the names of its paths, and the parameters of a subgroup.
-    There is one training for each kind."""
+    """The properties of a training that knobs cannot change: the names of its paths, and the number of parameters in a
+    subgroup. The bench builds one training for each kind, and changes its knobs."""
 
     paths: tuple[str, ...]
     subgroup_numel: int
@@ -47,7 +47,8 @@ class Choice:
 
 
 def draw(kinds: Sequence[Kind], state_bytes: int, count: int, seed: int) -> list[Choice]:
-    """Draws `count` different configurations, in turn from each kind."""
+    """Draws `count` different configurations at random, the same number for each kind (if `count` is a multiple).
+    state_bytes: bytes of state of the training."""
     random_ = random.Random(seed)
     found: dict[tuple[Kind, str], Choice] = {}
     while len(found) < count:

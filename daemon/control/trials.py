@@ -80,7 +80,11 @@ class Trials:
         """
         committed = run.control.committed
         if not run.control.present:
-            raise ProblemError(409, "no-baseline", "No rank is running: there are no steps to compare with.")
+            raise ProblemError(
+                409,
+                "no-baseline",
+                "No rank is running, so a trial has no steps to compare with: try again when a rank runs.",
+            )
         if committed.canary is not None and committed.canary.open:
             detail = (
                 f"Generation {committed.number} is still on trial: wait for its verdict, roll it back, "
@@ -147,7 +151,12 @@ class Trials:
             self._next_request[run.name] = (now + wait, wait)
             base = self._store.generation(run.name, canary.base)
             if base is None:
-                log.error("run %s cannot be rolled back to generation %d, which cannot be read", run.name, canary.base)
+                log.error(
+                    "run %s cannot be rolled back after a harmful trial, because generation %d cannot be read from the "
+                    "database: roll back to another generation",
+                    run.name,
+                    canary.base,
+                )
                 return
             self._propose(run, base, "daemon", f"Canary of generation {committed.number}: {canary.verdict}")
 
@@ -187,7 +196,9 @@ class Trials:
             detail = f"What is stored of generation {to} of run {run.name!r} cannot be read: choose another one."
             raise ProblemError(409, "generation-damaged", detail)
         if target.state not in COMMITTED_STATES:
-            raise ProblemError(409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it.")
+            raise ProblemError(
+                409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it. Choose another one."
+            )
         return target
 
     def _propose(self, run: Run, target: Generation, author: str, reason: str) -> Generation:

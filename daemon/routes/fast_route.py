@@ -41,8 +41,8 @@ class FastRoute(APIRoute):
         others = [name for name, model in (self._query | self._body).items() if not issubclass(model, BaseModel)]
         if others or len(self._body) > 1 or not {"plane", "agent"} <= {*hints}:
             raise TypeError(
-                f"{endpoint.__name__} has wrong parameters: a fast route takes `plane`, `agent`, `token` if needed, "
-                "and pydantic models: those in Annotated are read from the query, at most one other from the body"
+                f"{endpoint.__name__} has wrong parameters. A fast route must take `plane` and `agent`, and may take "
+                "`token` and pydantic models: models in Annotated for the query, and at most one other for the body"
             )
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -67,7 +67,11 @@ async def timeline(
     view = stored.newest if step is None else stored.at(step)
     if view is None and step is not None:
         kept = ", ".join(map(str, stored.steps[-10:])) or "none yet"
-        raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {kept}.")
+        raise ProblemError(
+            404,
+            "unknown-step",
+            f"There is no timeline of step {step} of rank {rank}. The newest steps with a timeline: {kept}.",
+        )
     return view or Response(status_code=204)
 
 

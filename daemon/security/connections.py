@@ -167,8 +167,9 @@ class ConnectionLimiter:
         what = ", ".join(f"{count} {WHY[why]}" for why, count in self._unlogged.most_common())
         whose = ", ".join(address for address, _ in self._unlogged_addresses.most_common(3))
         log.warning(
-            "refused connections: %s; most from %s. Open connections without a valid token: %d (at most %d), with one: "
-            "%d (at most %d). All refusals are counted in tidegate_refused_connections_total and logged once a minute",
+            "refused connections since the last such message: %s; most of them from %s. Open connections now: %d "
+            "without a valid token (limit %d), %d with a valid token (limit %d). This message comes at most once a "
+            "minute; tidegate_refused_connections_total counts all refusals",
             what, whose, self.unauthorized, self.unauthorized_limit, self.authorized, self.capacity,
         )  # fmt: skip
         self._unlogged.clear()

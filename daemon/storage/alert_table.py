@@ -57,5 +57,5 @@ def alert_of(row: AlertRow) -> KnownAlert:
     """The alert of a database row; raises for a row that cannot be read."""
     alert = KnownAlert(AlertView.model_validate(row.body), row.owner)
     if alert.key != (row.run, row.fingerprint):
-        raise ValueError("the row's keys differ from the alert in its body")
+        raise ValueError("run or fingerprint of the stored row differ from those in the alert that it holds")
     return alert

@@ -148,8 +148,8 @@ def read_private(path: Path) -> str:
     """
     if path.is_symlink():
         raise DaemonError(
-            f"{path} is a symbolic link, which the daemon does not follow: remove it. (Tokens that are made elsewhere: "
-            "--token-dir.)"
+            f"{path} is a symbolic link, which the daemon does not follow: remove it. To use token files from another "
+            "folder, give that folder with --token-dir."
         )
     try:
         text, status = read_no_link(path)
