@@ -1,10 +1,11 @@
 """Claim: host cache, 16-bit weights and gradients, the remainder, and several paths each shorten a step with storage
 paths.
 
-`all_on` has bf16 weights and gradients, the fp32 master as weight and 16-bit remainder, a host cache of a tenth of the
-state, two paths (a disk and memory) with the tier split that the engine finds, and exclusive access to paths. Each
-other variant turns one of these off, and `all_off` all of them. `no_remainder` has fp16 weights with an fp32 master on
-the paths, `no_16_bit` has fp32 weights and gradients. Every variant trains in its own process; rounds are interleaved.
+The variant `all_on` has bf16 weights with 16-bit remainders, bf16 gradients, a host cache of a tenth of the state, two
+paths (a disk and memory) with the tier split that the engine finds, and exclusive access: only one process of the node
+uses a path at a time. Each other variant turns one of these features off, and `all_off` turns off all of them.
+`no_remainder` has fp16 weights, so that their fp32 masters are on the paths; `no_16_bit` has fp32 weights and
+gradients. Every variant trains in its own process. Each round runs one step of every variant, in random order.
 `slower_by`: update time of the variant divided by that of `all_on`. `state_by_budget`: bytes of state divided by the
 host memory for staging slots, cache and mirrors.
 
@@ -124,8 +125,8 @@ def ablation(folder: Path, memory: Path, options: argparse.Namespace) -> dict[st
 
 
 def budget(host_bytes: dict[str, int]) -> int:
-    """Sum of the host memory in bytes without the kind `gradient`. Gradients are left out because every variant
-    keeps them in host memory."""
+    """Bytes of host memory without those of gradients, which every variant has in host memory. host_bytes: bytes of
+    host memory by kind, as the engine reports them."""
     return sum(nbytes for kind, nbytes in host_bytes.items() if kind != "gradient")
 
 
@@ -134,8 +135,11 @@ def jain(values: list[float]) -> float:
 
 
 def crowd(folder: Path, exclusive: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """Results of several processes that train at the same time on the same disk. All begin each step together, after
-    the last one has ended the previous step."""
+    """Trains in several processes at the same time on the same disk, and returns throughput, operation times and
+    fairness. All processes begin each step together, when all have ended the step before.
+
+    exclusive: only one process uses the disk at a time.
+    """
     model = Model(layers=2, width=options.width, dtype="float32")
     kind = Variant(cached_share=0.0, paths=1, exclusive=exclusive, dtype="float32")
     place = folder / ("exclusive" if exclusive else "shared")

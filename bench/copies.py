@@ -4,11 +4,12 @@ separate lane for copies of weights makes the update no shorter.
 Both parts are predictions of the simulator, for the 72 subgroups of Llama 7B (100 million 16-bit parameters each) on
 one GPU; nothing is measured on a GPU.
 
-* `pieces`: `slower_by` is the relative update time if each further piece costs its lane one call of torch's `copy_` (15
-  us, a pessimistic value, because calls are made ahead of the GPU). `others_wait_ms` is the time that another copy
-  waits behind one piece.
-* `lane`: relative update time if WEIGHT_H2D has its own lane, which shares the link fairly with the other copies to the
-  device. CPU updates take the time of the rate card, or up to 30 % more (random, seeded).
+* `pieces`: `slower_by` is the update time with copies in pieces, divided by the time with whole copies. Each piece
+  after the first adds one call of torch's `copy_` (15 us) to the time of its lane. This is pessimistic, because the CPU
+  makes the calls ahead of the GPU. `others_wait_ms` is the time for which one piece lets another copy wait.
+* `lane`: the update time if copies of weights to the device (WEIGHT_H2D) have their own lane, divided by the time
+  without it. That lane shares the link fairly with the other copies to the device. CPU updates take the time of the
+  rate card, or up to 30 % more (random, seeded).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Claim: the CPU update runs at the speed of memory, and is faster than the updates of DeepSpeed and torch with their
-casts.
+"""Claim: the CPU update runs at the speed of memory, and is faster than the updates of DeepSpeed and torch with the
+dtype conversions that these need.
 
 All implementations train bf16 weights from bf16 gradients with an fp32 master. DeepSpeed (cpu_adam) and torch (fused
 AdamW) need three passes: gradient to fp32, update of the master, weight back to bf16. `deepspeed_without_upcast` gets
@@ -71,7 +71,8 @@ def default_numel() -> int:
 
 
 def torch_run(master: torch.Tensor, grad: torch.Tensor) -> Run:
-    """Torch's update: bf16 gradient to fp32, fused AdamW on the master, weight back to bf16."""
+    """Returns a function that makes one update with torch: bf16 gradient to fp32, fused AdamW on the fp32 master, new
+    weight to bf16."""
     parameter, weight, wide = torch.nn.Parameter(master.clone()), master.bfloat16(), torch.empty_like(master)
     parameter.grad = wide
     optimizer = torch.optim.AdamW([parameter], LR, BETAS, EPS, WEIGHT_DECAY, fused=True)
@@ -85,8 +86,8 @@ def torch_run(master: torch.Tensor, grad: torch.Tensor) -> Run:
 
 
 def deepspeed_runs(master: torch.Tensor, grad: torch.Tensor) -> dict[str, Run]:
-    """DeepSpeed's updates: the same three passes with cpu_adam, and (`deepspeed_without_upcast`) without the cast of
-    the gradient."""
+    """Returns two functions that make one update with DeepSpeed's cpu_adam. `deepspeed`: bf16 gradient to fp32, update
+    of the fp32 master, new weight to bf16. `deepspeed_without_upcast`: the gradient is fp32 already."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     parameter, weight, wide = torch.nn.Parameter(master.clone()), master.bfloat16(), grad.float()
@@ -105,7 +106,8 @@ def deepspeed_runs(master: torch.Tensor, grad: torch.Tensor) -> dict[str, Run]:
 
 
 def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> dict[str, Run]:
-    """Tidegate's update in one pass, and (`stream`) the same memory traffic without arithmetic."""
+    """Returns two functions: `tidegate` makes one update with Tidegate's CPU kernel, and `stream` reads and writes the
+    same memory without arithmetic."""
     weight, remainder = master.bfloat16(), torch.zeros_like(master, dtype=torch.int16)
     exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     arrays = (weight, remainder, exp_avg, exp_avg_sq, grad)  # held by the closures
@@ -124,8 +126,8 @@ def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> d
 
 
 def interleaved(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Times of each run in seconds. Each round runs all of them once, in random order, until `rounds` or `seconds` are
-    used up."""
+    """Measures each function of `runs` and returns its times in seconds, by name. Each round calls every function once,
+    in random order. Stops after `rounds` rounds or, after at least three of them, when `seconds` have passed."""
     for run in runs.values():
         run()
     names, times = list(runs), {name: [] for name in runs}
@@ -153,7 +155,8 @@ def version(name: str) -> str | None:
 
 
 def all_runs(pool: ThreadPool, numel: int) -> tuple[dict[str, Run], str | None]:
-    """All implementations by name, and the reason why DeepSpeed is not measured, or None."""
+    """Returns the functions to measure (each makes one update) by name, and the reason why DeepSpeed is not among them;
+    None if it is."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(numel, generator=generator) * 0.02
     grad = (torch.randn(numel, generator=generator) * 1e-2).bfloat16()

@@ -1,4 +1,4 @@
-"""Claim: one daemon serves 512 ranks that report every second, and a change reaches each of them within a second.
+"""Claim: one daemon serves 512 ranks that report every second, and a change of knobs reaches each rank within a second.
 
 Simulated agents behave like real ones: each registers once, posts a report every second (one step and rates, no
 timeline), and waits in a long poll for its directive. Meanwhile an operator changes a knob every few seconds, and every
@@ -96,7 +96,7 @@ class Connection:
         found = re.search(rb"content-length: (\d+)", head)
         answer = await reader.readexactly(int(found[1])) if found else b""
         if head[9:10] != b"2":
-            raise OSError(f"{head[9:12].decode()} {answer[:200].decode()}")
+            raise OSError(f"the daemon answered {head[9:12].decode()}: {answer[:200].decode()}")
         return answer
 
 
@@ -237,11 +237,11 @@ async def load(url: str, tokens: dict[str, str], num_agents: int, seconds: float
 
 
 def memory_alone(num_agents: int, seconds: float) -> dict[str, Any]:
-    """Memory growth and CPU time of the control plane alone: it runs in this process, and gets the same reports as fast
-    as it can take them.
+    """Measures memory growth and CPU time of the control plane without HTTP. It runs in this process, and gets the
+    reports of `num_agents` ranks as fast as it can handle them.
 
-    Used on machines that are too busy to measure times. Simulated time advances by one second when every rank has
-    reported.
+    This is for machines with too much other load to measure waiting times. seconds: simulated duration; the simulated
+    clock advances by one second when every rank has reported.
     """
     from tidegate.daemon.control.control_plane import ControlPlane
     from tidegate.daemon.control.run import Clocks
@@ -319,7 +319,8 @@ def main() -> None:
 
 
 def served(num_agents: int, seconds: float, cores: list[int]) -> dict[str, Any]:
-    """Starts a daemon in its own process, puts load on it, and returns the figures."""
+    """Starts a daemon in its own process, lets `num_agents` simulated agents use it for `seconds`, and returns the
+    measured figures. cores: CPU cores; the daemon runs on the first one, the agents on the last one."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder)
         command = [sys.executable, "-m", "tidegate", "daemon", "--port", "0", "--state-dir", folder]

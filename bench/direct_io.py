@@ -1,12 +1,14 @@
 """Claim: native direct I/O has at least the throughput of fio on the same disk.
 
-Measured are reads, writes and an equal mix of both, with the same block size and queue depth, on two files of the same
-folder. Tidegate has as many native threads as the depth, in three variants: `tidegate` with ordinary pages, as fio;
-`tidegate_checksums`, where the CRC-32C of each block is also computed or verified; `tidegate_huge_pages`, with
-checksums and `aligned_buffer`, as the engine works. fio runs with psync (as many threads), libaio and io_uring (the
-same depth). A share is Tidegate's throughput divided by that of the better of psync and libaio in the same round;
-`io_uring_by_tidegate` is the throughput of io_uring divided by Tidegate's. Rounds are interleaved, so that a throttled
-disk affects all alike; the start time of fio is not counted.
+The bench measures reads, writes and an equal mix of both. Tidegate and fio have one file each in the same folder, and
+the same block size and queue depth (number of blocks in flight). Tidegate has one native thread for each block in
+flight, in three variants: `tidegate` with ordinary pages, like fio; `tidegate_checksums`, which also computes or
+verifies the CRC-32C of each block; `tidegate_huge_pages`, with checksums and `aligned_buffer`, as in the engine. fio
+runs with the I/O engines psync (one thread for each block in flight), libaio and io_uring.
+
+A share is Tidegate's throughput divided by that of fio in the same round, with psync or libaio, whichever is faster by
+its median. `io_uring_by_tidegate` is the throughput of fio with io_uring divided by Tidegate's. Each round measures all
+of them, so that a throttled disk affects all alike. The start time of fio is not counted.
 """
 
 from __future__ import annotations
@@ -59,11 +61,12 @@ class Shape:
 
 
 class Ours:
-    """Measures Tidegate's direct I/O. Its file repeats the content of one buffer, so that the checksum of every block
-    is known at any time.
+    """Measures Tidegate's direct I/O. The content of the file is that of one buffer, repeated, so that the checksum of
+    every block is known at any time.
 
-    The buffer has one block for each block in flight, as in fio. Every measurement uses new memory pages, as fio does:
-    where pages happen to be adjacent, the disk gets fewer and larger requests. All transfers use the same buffer.
+    The buffer has space for all blocks in flight, as in fio, and all transfers of a measurement use it. Every
+    measurement allocates a new buffer, as fio does, because the speed depends on the memory pages: if they happen to be
+    adjacent, the disk gets fewer and larger requests.
     """
 
     def __init__(self, path: Path, shape: Shape) -> None:
@@ -89,8 +92,12 @@ class Ours:
         return buffer
 
     def rate(self, mode: str, allocate: Callable[[int], NDArray[np.uint8]], checksums: bool = False) -> float:
-        """Bytes per second in this mode (`read`, `write` or `mixed`). One transfer is a whole buffer, in mode
-        `mixed` a single block. So many transfers are queued that no thread waits."""
+        """Measures the throughput in bytes per second. mode: `read`, `write` or `mixed`. allocate: function that
+        allocates the buffer. checksums: whether checksums of blocks are computed or verified.
+
+        One transfer has the size of the buffer; in mode `mixed`, of one block. The queue always has enough transfers
+        for all threads.
+        """
         buffer = self.filled(allocate)
         begin, end, moved = float("inf"), 0.0, 0
         stop, in_flight = time.monotonic() + self.shape.seconds, deque[IoTicket]()
@@ -130,7 +137,7 @@ def small_pages(nbytes: int) -> NDArray[np.uint8]:
 def settled(ticket: IoTicket) -> IoTicket:
     ticket.wait()
     if not ticket.ok:
-        raise SystemExit(f"a transfer failed: {os.strerror(ticket.error)}, checksum {ticket.checksum_mismatch}")
+        raise SystemExit(f"a transfer failed: {os.strerror(ticket.error)}; wrong checksum: {ticket.checksum_mismatch}")
     return ticket
 
 
@@ -175,8 +182,9 @@ Rates = dict[str, dict[str, list[float]]]  # by mode and side
 
 
 def interleaved(runs: dict[str, Run], rounds: int, seconds: float) -> Rates:
-    """Throughput by mode and run, in bytes per second. Each round runs all of them once, in random order, until
-    `rounds` or `seconds` are used up."""
+    """Measures each function of `runs` in each mode, and returns its throughputs in bytes per second, by mode and name.
+    Each round calls every function once, in random order. Stops after `rounds` rounds or, after at least three of
+    them, when `seconds` have passed."""
     rates: Rates = {mode: {name: [] for name in runs} for mode in MODES}
     shuffle, end = random.Random(0).shuffle, time.perf_counter() + seconds
     for done in range(rounds):
@@ -196,8 +204,8 @@ def spread(values: list[float], digits: int) -> dict[str, float]:
 
 
 def ratios(of: dict[str, list[float]], name: str, by: list[str]) -> dict[str, float] | None:
-    """Throughput of `name` divided by that of the fastest of `by` (by median), round by round; None if either was not
-    measured."""
+    """Median and quartiles over rounds of a ratio: the throughput of `name` divided by that of the fastest of `by` (the
+    one with the highest median). of: throughputs of the rounds, by name. None if `name` or all of `by` are missing."""
     present = [other for other in by if other in of]
     if name not in of or not present:
         return None

@@ -1,11 +1,12 @@
 """Claim: with 100 runs the live view's first page shows its first cards in under two seconds.
 
-A real daemon knows 100 runs that train, and the live view's server is a process, started as users start it. A headless
-Chromium on the same machine opens the page several times, each time with an empty cache.
+100 simulated runs report to a real daemon. The live view's server is a process of its own, started as users start it. A
+headless Chromium on the same machine opens the page several times, each time with an empty cache.
 
 `paint_seconds`: from the request to the browser's first contentful paint, by the browser's clock. `first_card_seconds`:
-until the verdict on a run is visible. `all_seconds`: until the page is complete. The first page after the start of the
-server is listed separately (`after_start`), because the server then loads Python modules.
+from the request until the text of the first run's card is visible. `all_seconds`: from the request until the page is
+complete. The first page after the start of the server is listed separately (`after_start`), because the server then
+loads Python modules.
 """
 
 from __future__ import annotations

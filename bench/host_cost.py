@@ -40,7 +40,8 @@ WARM_UP_STEPS = 3
 
 @contextmanager
 def timed_lanes(seconds: dict[str, list[float]]) -> Iterator[None]:
-    """Context that measures the CPU seconds of every op, and appends them to the list of its lane in `seconds`."""
+    """Context manager in which the CPU seconds of every executed op are measured. They are appended to the list of
+    the op's lane in `seconds`."""
     run = executor_module.Executor._run
 
     def timed(executor: Any, progress: Any, taken: Any, waits: Any) -> None:

@@ -1,11 +1,10 @@
 """Claim: the stride that `auto` finds is as fast as the best fixed one, and dynamic interleaving beats a static split.
 
-The review of Deep Optimizer States asked for this comparison of dynamic and static, repeated and with intervals.
-Compared are: all updates on the CPU; TwinFlow's static split (residents first, then the rest on the CPU, one op at a
-time); the same residents with interleaving; strides 1 to 8 without residents; and `auto`, which begins at 2 and tunes
-itself before the rounds. Every round runs each configuration once, in random order (seeded): one step that is not
-counted, then several steps, whose median is the result of the round. Intervals are bootstrap intervals (95 %) of the
-median over rounds. Ratios are computed within each round.
+The bench compares five configurations: all updates on the CPU; TwinFlow's static split (residents first, then the other
+subgroups on the CPU, one op at a time); the same residents with interleaving; strides 1 to 8 without residents; and
+`auto`, which begins with stride 2 and tunes itself before the rounds. Every round runs each configuration once, in
+random order (seeded): one step that is not counted, then several steps, whose median is the result of the round.
+Intervals are bootstrap intervals (95 %) of the median over rounds. Ratios are computed within each round.
 
 On a GPU copies and updates are real. Otherwise the device is emulated: its lanes, and also the CPU update (by a wrapper
 in this bench; `--cpu 0` switches it off), are slowed down to stated rates, so far that this machine's own speed has

@@ -9,12 +9,13 @@ pipeline.
 `update_ratio_nvme`: time of DeepSpeed's `engine.step()` divided by Tidegate's. `iteration_ratio_nvme`,
 `iteration_ratio_cpu`: the same for forward, backward and step. Above 1: Tidegate is faster.
 
-Without a GPU, DeepSpeed uses its CPU accelerator with fp32, and Tidegate an emulated device without pacing. Its copies
-are additional copies in host memory, which DeepSpeed does not need there. Such results say nothing about a GPU.
+Without a GPU, DeepSpeed uses its CPU accelerator with fp32, and Tidegate an emulated device without pacing. Copies to
+and from the emulated device are copies within host memory, which DeepSpeed does not make there. Such results say
+nothing about a GPU.
 
-With CUDA, weights are bf16. There is one more side: DeepSpeed's own offload to host memory, changed only so that
-gradients are copied asynchronously (`storage/asynchronous.py`). `iteration_ratio_cpu_asynchronous` compares it with
-Tidegate, to separate the gain of asynchronous copies from other gains. Without CUDA it is null.
+With CUDA, weights are bf16, and there is one more process: DeepSpeed's own offload to host memory, changed only so that
+gradients are copied asynchronously (`storage/asynchronous.py`). `iteration_ratio_cpu_asynchronous` is its iteration
+time divided by Tidegate's. It shows the gain that does not come from asynchronous copies. Without CUDA it is null.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ GB."""
 
 
 def sides(folder: Path, model: Model, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The arguments of `DeepSpeed` that differ between the sides, by side."""
+    """The trainings to compare (sides): for each, by name, those arguments of `DeepSpeed` that differ between sides."""
     for name in ("stock", "ours"):
         (folder / name).mkdir()
     subgroup = model.width**2 // 2

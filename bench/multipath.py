@@ -1,22 +1,25 @@
 """Claim: several paths together have the sum of their throughputs, their tier split is the best one, and it follows a
 change of speed.
 
-There are first two and then three paths, each a file system on a loop device. The first has its file on a disk, the
-others in memory. The kernel throttles each to another speed, in each direction (blkio controller of cgroup v1); the
-engine is not told the speeds. fio in the same control group measures each path alone, with as many reads as writes, and
-with the same block size and queue depth. Needs root, loop devices, the blkio controller and fio; a message names what
-is missing.
+The bench runs with two paths, then with three. Each path is a file system on a loop device, whose file is on a disk for
+the first path and in memory for the others. The kernel limits each path to a different speed, the same for reads and
+writes (blkio controller of cgroup v1). The engine does not know these speeds. fio in the same control group measures
+each path alone, with as many reads as writes, and with the same block size and queue depth. Needs root, loop devices,
+the blkio controller and fio; a message names what is missing.
+
+The best split is the one with the shortest time for all reads and writes, computed from fio's rates.
 
 * `aggregate_share`: throughput of an update on all paths, divided by the sum of fio's rates.
-* `split_off_by`: difference, in subgroups, of the split to the split with the shortest makespan by fio's rates.
+* `split_off_by`: difference between the engine's tier split and the best split: the largest difference of any path, in
+  subgroups.
 
-Then the fastest path is slowed down to a quarter while training continues:
+Then the fastest path is slowed down to a quarter while training continues. fio measures this path again, which gives a
+new best split:
 
-* `steps_to_adapt`: the first step whose update takes at most 1.1 times the time of the new best split by fio's new
-  rates.
-* `slowed_step_ratio`: median time of the updates from that step on, divided by the time of the new best split; also for
-  the longest of them.
-* `split_off_by`: the same difference, of the last split to the new best split.
+* `steps_to_adapt`: the first step whose update takes at most 1.1 times the time of the new best split.
+* `slowed_step_ratio`: median time of the updates from that step on, divided by the time of the new best split.
+  `slowed_step_ratio_longest`: the same for the longest of these updates.
+* `split_off_by`: difference between the last tier split and the new best split.
 
 The device is emulated, so that the results say nothing about a GPU.
 """
@@ -48,7 +51,8 @@ SPEEDS = {"disk": 200 * MB, "memory": 100 * MB, "archive": 50 * MB}
 """Speed of each path in bytes per second, in each direction. A run with two paths has the first two."""
 SLOWED = 4
 NEAR = 1.1
-"""Largest ratio of an update's time to the time of the best split at which the split counts as adapted."""
+"""The engine has adapted to a change of speed when an update takes at most this multiple of the time with the best tier
+split."""
 WARM_UP = 2
 IO_THREADS = 4
 BLOCK_BYTES = 1 << 20
@@ -57,8 +61,8 @@ MIX = fio.Mix(block_bytes=BLOCK_BYTES, depth=2 * IO_THREADS, file_bytes=128 << 2
 
 
 def speeds_of(rates: dict[str, float]) -> dict[str, PathSpeeds]:
-    """Speeds of the paths from fio's rates. These are for reads and writes together, so that each direction has half of
-    it."""
+    """Read and write speed of each path. rates: bytes per second by fio, for reads and writes together; each direction
+    has half of them."""
     return {name: PathSpeeds(read_bytes_per_second=r / 2, write_bytes_per_second=r / 2, duplex=True)
             for name, r in rates.items()}  # fmt: skip
 
@@ -84,7 +88,8 @@ def estimated(step: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> dict[str, Any]:
-    """Figures of `steps` steps while the speeds of the paths are constant. rates: fio's rates."""
+    """Trains `steps` steps while the speeds of the paths are constant, and returns the figures of the first part of the
+    bench. rates: bytes per second of each path by fio. subgroups: number of subgroups."""
     done = [side.step() for _ in range(steps)]
     best = balanced_split(subgroups, speeds_of(rates))
     shares = [moved_a_second(step) / sum(rates.values()) for step in done]
@@ -100,7 +105,8 @@ def steady(side: Side, rates: dict[str, float], subgroups: int, steps: int) -> d
 
 
 def slowed(side: Side, rates: dict[str, float], subgroups: int, subgroup_bytes: int, steps: int) -> dict[str, Any]:
-    """Figures of `steps` steps after a path has been slowed down. rates: fio's rates after the change."""
+    """Trains `steps` steps after one path has been slowed down, and returns the figures of the second part of the
+    bench. rates: bytes per second of each path by fio after the change. subgroups: number of subgroups."""
     speeds = speeds_of(rates)
     best = balanced_split(subgroups, speeds)
     best_seconds = makespan_seconds(best, speeds, subgroup_bytes)

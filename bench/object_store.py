@@ -1,11 +1,11 @@
 """Claim: a path in an object store has the same throughput as its client library alone.
 
 Three operations are measured in turn, in interleaved rounds, so that other load on the server or the machine affects
-all alike. Each is compared with the client alone: obstore with as many threads, and with the same objects and bytes,
-but without checksums and without copies into the engine's buffers. `write` and `read` transfer the state of all
-subgroups through the path, one subgroup after the other. `step` is `optimizer.step()` of a model with all of its state
-on the path; the client then reads and writes the same bytes at the same time. CPU seconds are those of this process,
-with the client's threads but without the server.
+all alike. Tidegate is compared with its client library, obstore, used directly: the same number of threads, the same
+objects and bytes, but no checksums and no copies into the engine's buffers. `write` and `read` transfer the state of
+all subgroups, one subgroup after the other. `step` is `optimizer.step()` of a model with all of its state on the path;
+in the comparison, obstore reads and writes the same bytes at the same time. CPU seconds are those of this process,
+including the threads of obstore, without the server.
 
 Without --url a server (moto, in Python) is started on this machine. It shares the cores, so that the rates do not show
 the speed of a real store. The shares are still comparable, because both sides use the same server, but they are less
@@ -53,7 +53,8 @@ class Spent:
 
 
 def spent(work: Callable[[], int]) -> Spent:
-    """Runs `work`, which returns the bytes that it has transferred, and returns throughput and CPU time."""
+    """Calls `work`, which returns the number of bytes that it has transferred. Returns the throughput, and the CPU time
+    per gigabyte."""
     before, start = os.times(), time.monotonic()
     nbytes = work()
     seconds, after = time.monotonic() - start, os.times()
@@ -117,7 +118,7 @@ class Bare:
         ]
 
     def tidy(self) -> None:
-        """Deletes the objects of earlier turns."""
+        """Deletes the objects that earlier writes have left, and keeps those of the last write."""
         keys = [one["path"] for page in obstore.list(self._store) for one in page]
         obstore.delete(self._store, [key for key in keys if not key.startswith(f"{self._turn}/")])
 
@@ -145,8 +146,8 @@ class Ours:
         self.step()
 
     def write(self) -> int:
-        """Writes the state of all subgroups again, as state of the last step. Returns the number of bytes. The content
-        is the same for all of them."""
+        """Writes state for all subgroups to the path, and returns the number of bytes. The state is zeros for all
+        subgroups, and has the step number of the last step."""
         address, step = self._memory.ctypes.data, self._path.step_of(0)
         return sum(self._path.write(subgroup, address, step).nbytes for subgroup in range(self._subgroups))
 
@@ -254,7 +255,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     if args.rounds < 2:
-        parser.error("--rounds is at least 2: there are quartiles")
+        parser.error("--rounds must be at least 2, because the result has quartiles over rounds")
     result = measure(args)
     if args.json:
         print(json.dumps(result))

@@ -46,7 +46,8 @@ from tidegate.demo.services import Service
 
 TARGET = 0.005
 STEP_SECONDS = 0.3
-"""Intended time of a step; the batch size is chosen for it. Short steps are the hardest case: the least is 0.2 s."""
+"""Intended time of a step, for which the batch size is chosen. It is short, because telemetry takes a larger share of
+the time of a short step, but above the least time of a step in this bench, 0.2 s."""
 SCRAPE_SECONDS = 5.0
 WARM_UP_STEPS = 64
 BLOCK_STEPS = 10
@@ -136,10 +137,11 @@ class Training:
         self.rows = max(1, math.ceil(self.rows * STEP_SECONDS / seconds))
 
     def hooks_seconds(self, steps: int) -> float:
-        """CPU seconds of the hooks of one step, without the phase clock. Hooks of gradients are measured in training
-        steps, hooks of the model by calls.
+        """CPU seconds of Tidegate's hooks in one step, without the phase clock. Hooks of gradients are measured in
+        `steps` training steps, hooks of the model in repeated calls of a tiny module.
 
-        In every other step the stopwatch measures empty calls at the same places, so that its own cost is subtracted.
+        For each measured step there is a second one, in which the stopwatch measures empty calls at the same places;
+        this subtracts the cost of the stopwatch.
         """
         phases, optimizer = self.optimizer.phases, self.optimizer
         watch = Stopwatch(phases)
@@ -174,7 +176,8 @@ class Training:
 
 
 class Stopwatch:
-    """Sums the CPU time of this thread, without that of the phase clock."""
+    """Measures calls and sums their CPU time in `seconds`, without the time of the phase clock. If `sign` is -1, the
+    time is subtracted instead of added."""
 
     def __init__(self, phases: PhaseRecorder) -> None:
         self._phases = phases
@@ -187,8 +190,8 @@ class Stopwatch:
         self.seconds += self.sign * (time.thread_time() - began - (self._phases.cpu_seconds - before))
 
     def either(self, call: Callable[[], object]) -> None:
-        """If `sign` is 1, makes the call and adds its time. If `sign` is -1, makes the call without measuring it,
-        and subtracts the time of an empty call. Nested calls are measured as part of the outer call."""
+        """Makes the call. If `sign` is 1, adds the time of the call. If `sign` is -1, subtracts the time of an empty
+        call instead. A call within another measured call counts as a part of that one."""
         if self._inside:
             call()
             return
@@ -200,7 +203,8 @@ class Stopwatch:
 
 
 class Timed:
-    """Wraps a context manager, and measures its beginning and end, without the block inside."""
+    """Wraps a context manager, and measures the CPU time of its `__enter__` and `__exit__`, without the block between
+    them."""
 
     def __init__(self, watch: Stopwatch, inner: contextlib.AbstractContextManager[Any]) -> None:
         self._watch, self._inner = watch, inner
@@ -287,7 +291,8 @@ def free_port() -> int:
 
 
 def counted(training: Training, attached: Attach, port: int, repeats: int, steps: int) -> dict[str, Any]:
-    """The overhead ratio: CPU seconds of all parts divided by wall time, over `repeats` windows of `steps` steps."""
+    """Measures the overhead ratio: CPU seconds of all parts of telemetry and control, divided by wall time. It is
+    measured `repeats` times over `steps` steps; returns median, least and largest ratio, and further figures."""
     windows: list[dict[str, float]] = []
     seconds: list[float] = []
     with attached() as attachment, scraper(port, SCRAPE_SECONDS) as scrapes:

@@ -27,7 +27,8 @@ CALIBRATION_ROWS: tuple[str, ...] = ()
 
 
 def scored(row: dict[str, Any], ours: Ours) -> dict[str, Any]:
-    """The row, completed with the model's figure, its error, and whether it is scored."""
+    """The row of the table for one figure of a paper: the reported figure (`row`), the model's figure, its error, and
+    whether the row counts in the statistics of errors (`scored`)."""
     error = 1.0 if ours.value is None else abs(ours.value - row["reported"]) / abs(row["reported"])
     return {
         **row,

@@ -2,14 +2,14 @@
 change.
 
 The bench calibrates as `tidegate calibrate` does. Then it runs configurations that are drawn with a seed, in
-interleaved rounds, and compares the median update time of each with the model's prediction. The model gets sizes,
-knobs, the length of the backward, and the order of ops in the engine (arrival of gradients, assumed path speeds), but
-never the rates of the emulated device.
+interleaved rounds, and compares the typical update time of each with the model's prediction. The model gets sizes,
+knobs, the length of the backward, the order in which gradients arrive, and the path speeds with which the engine makes
+its plans, but never the rates of the emulated device.
 
-CPU updates, norms, storage past the page cache and memory are real; copies to the device and updates on it are
-emulated. If the busiest resource of a configuration is emulated, its row shows that the model follows any speed, but
-not that it is right for a GPU. These rows are listed separately (`emulated_lanes`), and the first figures are of the
-other rows.
+CPU updates, norms, memory, and reads and writes of storage (past the page cache) are real; copies to the device and
+updates on it are emulated. If the busiest resource of a configuration is emulated, its row shows that the model follows
+any speed, but not that it is right for a GPU. The figures of these rows are separate (`emulated_lanes`); the figures
+outside of `emulated_lanes` are of the other rows.
 
 `pick_regret`: how much longer the update takes in the configuration with the best prediction than in the fastest one.
 Among many noisy measurements the shortest is partly luck. So the picked row and the fastest rows are measured again,
@@ -64,8 +64,8 @@ COUNTED = 2
 """Counted steps after each change of knobs. In alternating order there are two kinds of steps, which are counted
 separately and then averaged."""
 RIVALS, RIVAL_ROUNDS, RIVAL_COUNTED = 6, 30, 4
-"""Second measurement: number of the fastest rows, of rounds, and of counted steps in a round. There are many rounds,
-because these rows differ by less than the noise of one measurement."""
+"""Sizes of the second measurement: number of the fastest rows to measure again, number of rounds, and counted steps of
+a row in each round. There are many rounds, because these rows differ by less than the noise of one measurement."""
 CALIBRATION_ROUNDS = 12
 """Rounds of the calibration. So many rounds take some minutes; this averages the other load on the machine, which
 varies from minute to minute."""
@@ -74,8 +74,8 @@ varies from minute to minute."""
 def measure(
     kinds: dict[Kind, Training], choices: list[Choice], rounds: int, counted: int, options: argparse.Namespace
 ) -> list[list[list[Measured]]]:
-    """Measured updates by choice and round, `counted` in each round. All choices run once in every round, so that other
-    load on the machine affects all alike."""
+    """Measures all configurations (`choices`). Returns, for each configuration and each round, the list of its
+    `counted` measured updates. Every round runs all of them, so that other load on the machine affects all alike."""
     found: list[list[list[Measured]]] = [[] for _ in choices]
     end = time.monotonic() + options.seconds
     for number in range(rounds):
@@ -127,7 +127,8 @@ def by_equations(rank: Rank, effective: EffectiveKnobs, card: RateCard) -> float
     """Update time in seconds by the papers' equations: the maximum of DOS Eq. 1 (CPU, link and device) and MLP Eq. 1
     (paths).
 
-    In B, a word is a third of a parameter's state, because Tidegate's state is not three fp32 words.
+    DOS Eq. 1 assumes state of three fp32 words per parameter, and gives the speed B of the link in words. Tidegate's
+    state is smaller; here a word is a third of it.
     """
     seconds = []
     for step in steady_steps(rank, effective, card):

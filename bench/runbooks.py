@@ -1,10 +1,11 @@
 """Claim: an alert fires soon after its fault, and its runbook, followed literally, solves the problem.
 
-Prometheus, Alertmanager, daemon and training run are real (the device is emulated), with state on two loop file
-systems. The faults: the kernel throttles one of them, it is filled up, the run is killed, the daemon is killed. The
-remedies are the commands on the pages in docs/runbooks. Durations in the alert rules are divided by 60: multiply the
-waiting times of rules by 60 to get real times, but not those of detection (leases) and repair. Writes
-results/runbooks.json. Needs root.
+Prometheus, Alertmanager, daemon and training run are real; the device is emulated. State is on two file systems on loop
+devices. The bench makes four faults: the kernel throttles one of the file systems; the file system is filled up; the
+run is killed; the daemon is killed. The remedies are the commands on the pages in docs/runbooks.
+
+The bench divides the durations in the alert rules by 60, so these waiting times are 60 times as long in production. The
+times for detection (leases) and repair are real. Writes results/runbooks.json. Needs root.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A real daemon gets a step and a timeline each second from each of 8 ranks of a run. The live view's server is a process,
 started as users start it. A headless Chromium has two of its pages open, which refresh themselves every 1.5 s: Run
-(which has the most charts) and Tune. The windows of daemon and charts are full before the measurement starts.
+(which has the most charts) and Tune. Before the measurement starts, the ranks report as many steps as the daemon
+stores, so that the charts do not grow afterwards.
 
 `refresh_p95_seconds`: time from the request of a part of a page to the last message of the answer, by the browser's
 clock, including waits for other parts, without painting. `…_slope`: growth of a fitted line from the end of the warm-up
@@ -47,11 +48,11 @@ from tidegate.errors import DaemonError  # noqa: E402
 RUN = "soak"
 PAGES = ("run", "tune")
 WINDOW_STEPS = 256
-"""Steps that each rank reports before the start. The daemon keeps as many, so that its memory and the charts are
-full."""
+"""Number of steps that each rank reports before the measurement starts. The daemon stores at most this number of steps
+of a rank, so afterwards neither the stored steps nor the charts grow."""
 MOST_SAMPLES, SECONDS_A_SAMPLE = 60, 10.0
-"""Most samples of memory, and least seconds between them. Each sample collects garbage in the pages, which keeps them
-busy."""
+"""Limits for the samples of memory: their largest number, and the least seconds between two of them. Samples are rare
+because each one runs a garbage collection in the pages, which keeps these busy."""
 BINARY = 2
 WARM_UP = 0.25
 MAX_SLOPE = 0.05
@@ -62,8 +63,8 @@ MAX_REFRESH_SECONDS = 0.5
 class Refreshes:
     """Measures the refreshes of one page from the messages of its websocket.
 
-    A request names the part of the page to draw again. An answer can be for several requests, if they came while an
-    earlier answer was in progress; its end names all of their parts.
+    Each request to the server names one part of the page to draw again. The server can answer several requests at once,
+    if they came while it sent an earlier answer. The last message of an answer names all parts that it was for.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -111,7 +112,8 @@ class Memory:
 
 
 def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
-    """Runs the measurement, and returns its figures."""
+    """Runs daemon, live view, browser and `num_ranks` simulated ranks for `minutes`, and returns the figures: refresh
+    times, growth of memory, and cores in use."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         process = stack.enter_context(daemon_process(Path(folder)))
@@ -155,7 +157,8 @@ def soak(minutes: float, num_ranks: int = 8) -> dict[str, Any]:
 
 
 def meets(found: dict[str, Any]) -> bool:
-    """Whether these figures fulfil the claim."""
+    """Whether the figures of `soak` fulfil the claim of this bench: memory grows by less than MAX_SLOPE, refreshes take
+    less than MAX_REFRESH_SECONDS, and no page had an error."""
     slopes = [found[f"{name}_slope"] for name in ("server", "browser", "heap")]
     return max(slopes) < MAX_SLOPE and found["refresh_p95_seconds"] < MAX_REFRESH_SECONDS and not found["failures"]
 
@@ -229,7 +232,8 @@ def _browser_processes() -> list[psutil.Process]:
 
 
 def _busy(server: psutil.Process, daemon: psutil.Process) -> dict[str, float]:
-    """CPU seconds since its start of each program: server, daemon, browser and (this process) the ranks."""
+    """CPU seconds that each program has used since it was started, by name: `server`, `daemon`, `browser`, and `ranks`
+    (the simulated ranks, which run in this process)."""
     found = {"server": [server], "daemon": [daemon], "browser": _browser_processes(), "ranks": [psutil.Process()]}
     return {name: sum(map(_cpu_seconds, processes)) for name, processes in found.items()}
 

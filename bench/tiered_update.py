@@ -6,11 +6,11 @@ huge pages; a third process trains it with Tidegate in bf16 with remainders. Rou
 runs fio, with as many reads as writes, and with the same block size and queue depth, because disks of virtual machines
 are throttled in bursts.
 
-Weights and one gradient for each are in the memory of all processes. On a GPU they would be on the device; here it is
-emulated, so that the results say nothing about a GPU. The memory budget is for the rest: staging buffers and cache.
-DeepSpeed gets the least memory with which it can pipeline, and Tidegate is configured for as much, less than a quarter
-of its state. Where control groups are available, the total memory of each process is also limited, to the need of
-DeepSpeed's process after its first steps (`budget`).
+Every process has weights and gradients in host memory. With a GPU they would be in its memory; here the device is
+emulated, so that the results say nothing about a GPU. The memory budget (`budget`) is for staging buffers and cache:
+DeepSpeed gets the least memory with which it can pipeline, and Tidegate the same amount, which is less than a quarter
+of its state. Where control groups are available, the total memory of each process is also limited, to about what
+DeepSpeed's process used during its first steps.
 
 * `ratio_vs_deepspeed`: DeepSpeed's time of backward and update, divided by Tidegate's; `iteration_ratio`: the same with
   the forward.
@@ -175,12 +175,14 @@ def of(rounds: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def medians(rounds: list[dict[str, Any]], key: str) -> dict[str, float]:
-    """For each name in the dict `key` of the rounds: the median of its values."""
+    """Medians over rounds. The result of every round has the dict `key`; returns the median of each of its entries, by
+    name."""
     return {name: round(statistics.median(one[key][name] for one in rounds), 4) for name in rounds[0][key]}
 
 
 def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
-    """The figures of one of the sides with Tidegate. `spread` has median and quartiles of those that vary."""
+    """The figures of the Tidegate training `name`: medians over rounds, and in `spread` median and quartiles of times,
+    overlap and shares. numel: number of parameters of the model."""
     ours = rounds[name]
     spreads: dict[str, Any] = {
         **{key: spread(of(ours, key)) for key in ("backward", "update", "backward_and_update", "iteration")},
@@ -234,7 +236,8 @@ def result(rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def budget(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    """Host memory in addition to weights and gradients, of DeepSpeed (`bytes`) and of the sides with Tidegate."""
+    """Bytes of host memory that the trainings use in addition to weights and gradients: DeepSpeed (`bytes`, and as
+    `share_of_state`), and each Tidegate training."""
     model = Model(layers=options.layers, width=options.width)
     theirs = buffer_bytes(model)
     found: dict[str, Any] = {"bytes": theirs, "share_of_state": round(theirs / (8 * model.numel), 3)}

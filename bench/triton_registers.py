@@ -1,8 +1,8 @@
-"""Registers and spills of each Triton kernel in every variant that can be launched, compiled for GPUs that are not
-present.
+"""Counts the registers and register spills of each Triton kernel, in every variant that Tidegate can launch, for
+several GPU architectures. No GPU is needed.
 
-The product's own calls bind the arguments, as for a launch; the report of the compiler (ptxas -v) is parsed. Prints one
-line for each variant, or with --json one object. Exit status 1 if any kernel spills registers.
+The bench calls Tidegate's own functions, with launches replaced by compilations, and reads the compiler's report (ptxas
+-v). Prints one line for each variant, or with --json one object. Exit status 1 if any kernel spills registers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True)
 class Row:
-    """The compiler's figures of one kernel in one variant (`form`), for one architecture (`capability`: 80 is
-    sm_80)."""
+    """The compiler's report on one kernel: its name, variant (`form`), GPU architecture (`capability`: 80 is sm_80),
+    and its registers, spilled bytes and stack bytes."""
 
     kernel: str
     form: str

@@ -1,5 +1,5 @@
 """Claim: in real time the tuner comes near the best stride within 20 steps, adapts to a link that gets half as fast,
-and rests.
+and does not change the stride without need.
 
 One training runs on an emulated device. Link, device update and CPU update (the last by a wrapper in this bench) are
 slowed down to stated rates, so far that this machine's own speed has little influence. Threads, plans, clocks, spans,
@@ -120,7 +120,7 @@ def sweep(training: Training, rounds: int) -> Times:
 def pace(training: Training, bytes_per_second: float) -> None:
     device = training.optimizer.device
     if not isinstance(device, EmulatedDevice):
-        raise TypeError(f"Only an emulated device has a pace; this one is {device.kind}.")
+        raise TypeError(f"The link speed can be set for an emulated device only, this device is {device.kind}.")
     device.rates.h2d_bytes_per_second = device.rates.d2h_bytes_per_second = bytes_per_second
 
 
@@ -140,8 +140,9 @@ def noisy_step(training: Training, link: float, chance: random.Random) -> list[f
 
 
 def near(ran: list[float | Off], times: Times) -> dict[str, Any]:
-    """Comparison of a run with the best stride: its relative distance at the end, and the first step after which the
-    distance stays below NEAR."""
+    """Compares the strides of successive steps (`ran`) with the best stride. `off_best`: how much longer the update
+    takes with the last stride than with the best one, as a share. `near_from_step`: the first step from which on this
+    share is at most NEAR; None if there is no such step."""
     offs = [off_best(stride, times) for stride in ran]
     stayed = next((i for i in range(len(offs)) if max(offs[i:]) <= NEAR), None)
     return {

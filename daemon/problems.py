@@ -84,7 +84,8 @@ def _allowed(request: Request) -> str:
 
 
 async def _on_database(request: Request, error: Exception) -> Response:
-    """Status 503 for a database that is locked or unusable for now; other database errors become internal errors."""
+    """Answers with status 503 if the database is locked or cannot be used for now. Raises other database errors again:
+    they become responses with status 500."""
     if isinstance(error, OperationalError) and is_busy(error):
         detail = "Another process holds the write lock of the daemon's database: nothing was changed, try again."
         return problem(503, "store-busy", detail, {"Retry-After": RETRY_SECONDS})

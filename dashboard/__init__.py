@@ -102,11 +102,11 @@ def link_to(address: str) -> str | None:
 
 
 def page_to_open(link: str | None, address: str) -> str:
-    """The URL to open in a browser: that of a private file that redirects to the link. If there is no link, or the file
-    cannot be written, it is `address`.
+    """The URL with which a browser is started: the URL of a private file that redirects to `link`. It is `address` if
+    there is no link, or if the file cannot be written.
 
-    The browser is started with this URL instead of the link, because the link contains the one-time code, and other
-    users can see the arguments of a program.
+    The file is needed because other users can see the arguments with which a program is started, and the link contains
+    the one-time code.
     """
     if link is None:
         return address

@@ -9,7 +9,8 @@ from tidegate.kernels import _native
 
 
 def checksum_of_sources(folder: Path) -> str:
-    """Checksum of the C++ sources, as CMakeLists.txt computes it: the SHA-256 of the SHA-256 of each file, by name."""
+    """One checksum for all C++ sources in `folder`, computed as in CMakeLists.txt. The SHA-256 of each file, in
+    hexadecimal, are joined in the order of the file names; the result is the SHA-256 of this text."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
     sums = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
     return hashlib.sha256(sums.encode()).hexdigest()

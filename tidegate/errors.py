@@ -290,7 +290,8 @@ class StrangeEntry(StateFileError):
 class FileUnreadable(StateFileError):
     """A file or directory that the operating system refuses to read; its content may be sound.
 
-    `file`: the file or directory. `error`: the system's error. `errno`: its number.
+    `file`: the file or directory. `errno`: number of the system's error. `error`: the system's error; an argument, and
+    not an attribute.
     """
 
     trouble = "cannot be read"

@@ -14,11 +14,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 PIECE_BYTES: Final = 1_024
-"""Bytes that are parsed at once, which contain about fifty requests at most."""
+"""Size in bytes of the pieces in which received bytes are parsed. A piece contains about fifty requests at most."""
 WHOLE_BYTES: Final = 4_096
 WHOLE_LINES: Final = 64
-"""Received bytes up to this size, with at most so many line ends, are parsed at once. A request has at least two line
-ends, so these bytes contain 32 requests at most."""
+"""Maximum number of line ends in received bytes that are parsed at once, and not in pieces; there may be at most
+WHOLE_BYTES bytes. A request has at least two line ends, so these bytes contain 32 requests at most."""
 
 
 class HeldFlowControl(FlowControl):
@@ -80,5 +80,6 @@ class PipelinedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _is_open(self) -> bool:
-        """Whether the connection is open and still has this protocol: a WebSocket gets another one at its handshake."""
+        """Whether the connection is open and this object still parses its bytes. After a WebSocket handshake another
+        protocol object does that."""
         return not self.transport.is_closing() and self.transport.get_protocol() is self

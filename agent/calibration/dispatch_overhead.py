@@ -42,8 +42,9 @@ class _NoOpRunner:
 
 
 def op_overhead_seconds(paths: Sequence[str]) -> float:
-    """Measures a step whose ops do nothing, and returns its seconds per op. Subgroups are updated alternately on the
-    CPU and on the device."""
+    """Measures the fixed cost of one op in seconds: runs a plan whose ops do nothing, and divides its time by the
+    number of ops. Subgroups are updated alternately on the CPU and on the device. paths: names of the paths of the
+    plan."""
     plan = _plan(paths)
     lanes = [lane for path in paths for lane in path_lanes(path)]
     executor = Executor(_NoOpRunner(), MonotonicClock(), lanes=(*LANES, *lanes), ahead=lanes)
@@ -54,9 +55,10 @@ def op_overhead_seconds(paths: Sequence[str]) -> float:
 
 
 def step_seconds(op_seconds: float) -> float:
-    """Measures a step with very few parameters, and returns its seconds without the overhead of its ops.
+    """Measures the fixed cost of a step in seconds: runs a step with very few parameters, and subtracts the fixed costs
+    of its ops.
 
-    op_seconds: overhead of one op.
+    op_seconds: fixed cost of one op.
     """
     weight = torch.nn.Parameter(torch.zeros(TINY_NUMEL, dtype=torch.bfloat16))
     gradient = torch.zeros_like(weight)
@@ -77,7 +79,7 @@ def step_seconds(op_seconds: float) -> float:
 
 
 def _seconds(executor: Executor, plan: Plan) -> float:
-    """Duration of one step."""
+    """Runs one step of `plan` and returns its duration in seconds."""
     began = time.monotonic()
     executor.start(plan)
     executor.step()

@@ -22,7 +22,7 @@ def available_cpus() -> int:
 
 
 def settings_of(path: PathLike) -> PathSettings:
-    """Settings of a path; a directory gets the defaults of `Offload`."""
+    """The settings of a path. If `path` is only a directory, all other settings have their defaults."""
     return path if isinstance(path, PathSettings) else PathSettings(directory=path)
 
 

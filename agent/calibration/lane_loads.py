@@ -97,11 +97,11 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
 
 
 def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) -> list[Load]:
-    """Workloads of a path: fetches and flushes of `op_bytes`, checksums included, with as many in progress as in the
-    engine. They need space on the path.
+    """Workloads of a path: fetches and flushes of `op_bytes`, with checksums, and with as many ops in progress at the
+    same time as in the engine (IN_FLIGHT). They store test states on the path, which needs the space for these.
 
-    Each workload has pieces of one size only. Pieces of a second, small size would show the fixed cost of an op, but
-    here this cost is hidden behind the transfer of the other op that is in progress.
+    Each workload has pieces of one size only. Smaller pieces would not show the fixed cost of an op: on a path it is
+    hidden behind the transfer of the other op that is in progress.
     """
     threads = stack.enter_context(ThreadPoolExecutor(2 * IN_FLIGHT, "tidegate-calibrate"))
     stored = _TestStates(path, threads, op_bytes)
@@ -110,7 +110,8 @@ def path_loads(stack: ExitStack, path: StoragePath | ObjectPath, op_bytes: int) 
 
 
 class _TestStates:
-    """Test states on a path: IN_FLIGHT of them are read, and IN_FLIGHT others are written."""
+    """States with which reads and writes of a path are measured: IN_FLIGHT states that are read, and IN_FLIGHT others
+    that are written."""
 
     def __init__(self, path: StoragePath | ObjectPath, threads: ThreadPoolExecutor, nbytes: int) -> None:
         self._path, self._threads = path, threads

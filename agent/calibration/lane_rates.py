@@ -11,13 +11,14 @@ from statistics import median
 from typing import Final, NamedTuple
 
 SHARE_DIGITS: Final = 3
-"""Number of decimal digits to which the share of its rate that a lane keeps beside another lane is rounded."""
+"""Number of decimal digits to which an interference factor is rounded (the speed of a lane while another lane works,
+divided by its speed alone)."""
 
 
 @dataclass(frozen=True)
 class Load:
     """Workload of one lane. `once` does one piece of work and returns its amount, in parameters or bytes; `small` does
-    the same with a much smaller piece."""
+    the same with a much smaller piece. `small` is None if the workload has pieces of one size only."""
 
     lane: str
     once: Callable[[], float]
@@ -25,13 +26,14 @@ class Load:
 
 
 class LaneThroughput(NamedTuple):
-    """Throughput of a lane alone: an op takes `op_seconds`, plus 1 / `rate` for each byte or parameter."""
+    """Throughput of a lane that works alone: an op takes `op_seconds` (the fixed cost), plus 1 / `rate` seconds for
+    each byte or parameter."""
 
     rate: float
     op_seconds: float
     once: float
-    """Bytes or parameters per second in pieces of the measured size, fixed costs included: less than `rate`, unless no
-    fixed cost was measured."""
+    """Bytes or parameters per second for ops of the measured size, with the fixed cost of each op. It is less than
+    `rate`, or equal to it if no fixed cost was measured."""
 
 
 @dataclass
@@ -125,8 +127,9 @@ def measure(
 
 
 def medians(rounds: Sequence[MeasurementRound]) -> tuple[dict[str, LaneThroughput], dict[str, dict[str, float]]]:
-    """Medians over all rounds: the throughput of each lane alone, and `keeps`, the share of it that a lane keeps while
-    another lane works. Shares compare rates of the same round, because the background load differs between rounds."""
+    """Medians over all rounds: the throughput of each lane alone, and the interference factors. `keeps[lane][other]` is
+    the speed of `lane` while `other` works, divided by its speed alone. Both speeds are from the same round, because
+    the background load differs between rounds."""
     alone = {
         lane: LaneThroughput(*map(median, zip(*(one.alone[lane] for one in rounds), strict=True)))
         for lane in rounds[0].alone
@@ -140,6 +143,6 @@ def medians(rounds: Sequence[MeasurementRound]) -> tuple[dict[str, LaneThroughpu
 
 
 def _share(kept: float) -> float:
-    """Rounds the share of its rate that a lane keeps while another lane works, to SHARE_DIGITS decimal digits. The
-    result is above 0 and at most 1, even if noise gives another value."""
+    """Rounds an interference factor (the speed of a lane while another lane works, divided by its speed alone) to
+    SHARE_DIGITS decimal digits. The result is above 0 and at most 1, even if noise gives another value."""
     return min(1.0, max(10.0**-SHARE_DIGITS, round(kept, SHARE_DIGITS)))

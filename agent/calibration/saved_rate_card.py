@@ -28,13 +28,14 @@ def saved_rate_card(
     device: DeviceKind,
     cpu_threads: int,
 ) -> RateCard | None:
-    """Loads the saved rate card for this hardware from `folder`: the one with these paths if it exists, else the one
-    without paths. None if neither exists.
+    """Loads the rate card for this hardware from the calibrations saved in `folder`. A calibration with these paths is
+    preferred; otherwise the calibration without paths is used. None if there is neither.
 
     settings: settings of the run's paths, by name.
     speeds: speeds of the paths, as the run measured them at its start; used for paths that were not calibrated.
     device: kind of the run's device. An emulated device gets no rates of a GPU, because they do not apply to it.
-    cpu_threads: number of threads of the run's CPU lane, to which the rate of the CPU belongs.
+    cpu_threads: number of threads with which the run updates on the CPU. If the calibration has measured this number,
+        the rate card has the CPU rate of this number.
     """
     paths = {name: path for name, path in settings.items() if isinstance(path, PathSettings)}
     calibration = _load(folder, paths) or _load(folder, {})

@@ -41,17 +41,17 @@ LOG_INTERVAL_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class UnpublishedPart:
-    """One rank's part of a checkpoint before it is published. `pending`: state that is not written yet, each with the
-    file to write it to. All other files exist, except the manifest."""
+    """One rank's part of a checkpoint before it is published. `pending`: the state that is not written yet, as pairs of
+    a snapshot and the file to which it will be written. All other files exist, except the manifest."""
 
     directory: Path
     manifest: Manifest
     pending: Sequence[tuple[StateSource, Path]] = ()
 
     def publish(self, before_chunk: BeforeChunk = lambda _: None) -> Checkpoint:
-        """Writes the complete folder to stable storage (fsync), then the manifest: from then on this part of the
-        checkpoint exists. `before_chunk` is called before each chunk of the user's files that is read, for their
-        checksums."""
+        """Publishes this part: writes its complete folder to stable storage (fsync), then the manifest. From then on
+        this part of the checkpoint exists. The user's files are read for their checksums; `before_chunk` is called
+        before each chunk that is read."""
         sync_all(self.folder)
         manifest = replace(self.manifest, files=checksums_of(self.folder, self.manifest.own_files, before_chunk))
         publish(self.directory, manifest)
@@ -130,7 +130,8 @@ class PendingCheckpoint:
         return pending
 
     def start(self) -> None:
-        """Starts the thread. From now on the thread publishes or removes the part."""
+        """Starts the thread that copies the remaining state. From now on this thread publishes the part, or removes it
+        after a failure."""
         log.info("checkpoint %s: copying %s bytes while training continues", self.directory, f"{self.total_bytes:,}")
         threading.Thread(target=self._drain, name="tidegate-drain", daemon=False).start()
 

@@ -33,8 +33,9 @@ class Checkpoint:
         return self.directory / self.manifest.folder
 
     def verify(self) -> None:
-        """Verifies the files that `save_also` wrote by their checksums, for which it reads them completely.
-        `load_checkpoint` calls this method. Call it yourself if you load weights from these files before that.
+        """Verifies the user's files that `save_also` wrote: reads them completely and compares their checksums.
+        `load_checkpoint` calls this method. If you load weights from these files before you call `load_checkpoint`,
+        call this method first.
 
         FileDamaged, DataTruncated or StrangeEntry when a file is damaged, missing or replaced by another kind of entry;
         FileUnreadable when the system refuses to read it. Files saved by an earlier version of Tidegate have no

@@ -132,7 +132,9 @@ def choose_checkpoint(directory: str | os.PathLike[str], rank: int, step: int | 
     steps = ", ".join(str(one.step) for one in complete)
     broken = f"; damaged: {', '.join(one.directory.name for one in damaged)}" if damaged else ""
     where = f"{wanted} of rank {rank} is in {Path(directory).absolute()}"
-    raise NoCheckpoint(f"{where}; steps there: {steps or 'none'}{broken}.")
+    raise NoCheckpoint(
+        f"{where}; steps there: {steps or 'none'}{broken}. Give a step and a directory with a complete checkpoint."
+    )
 
 
 def _step_of(directory: Path) -> int:

@@ -47,7 +47,8 @@ TIDEGATE_NAMES: Final = re.compile(r"rank(0|[1-9][0-9]*)(\.json|\.new|-[0-9a-f]{
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Result of inspecting one checkpoint. The inspection reads all files of the checkpoint completely."""
+    """Result of inspecting one checkpoint. If the manifests of all ranks exist (`is_complete`), the inspection reads
+    the files that they list completely."""
 
     directory: Path
     step: int
@@ -68,7 +69,7 @@ def inspect(directory: str | os.PathLike[str]) -> list[Inspected]:
 
 
 def _inspect(step: Path) -> Inspected:
-    """Reads the parts of all ranks in one checkpoint's directory."""
+    """Inspects the checkpoint in the directory `step`. If it is complete, the parts of all its ranks are read."""
     manifests: Sequence[Manifest] = ()
     damage, unreadable = None, ""
     try:
@@ -166,7 +167,7 @@ def remove_damaged(found: Inspected) -> None:
         if strange := sorted(path.name for path in directory.iterdir() if not TIDEGATE_NAMES.fullmatch(path.name)):
             raise CheckpointFailed(
                 f"{directory} holds files that are not Tidegate's: {', '.join(strange)}. Find out who created "
-                "them, and remove them."
+                "them and remove them, then try again. Nothing was removed."
             )
         # The manifests are removed first: without them it is no checkpoint any more, even if the rest fails.
         for path in sorted(directory.iterdir(), key=is_directory):

@@ -28,9 +28,9 @@ from tidegate.errors import FileUnreadable, ManifestDamaged, NewerFormat
 from tidegate.kernels import WeightFormat
 
 VERSION: Final = 2
-"""Version of the manifest format. A later version must either keep the outer fields, where `crc32` is the checksum of
-the canonical text of `checkpoint`, or have no field `crc32`. Therefore a manifest with a higher version number and a
-wrong `crc32` is treated as damaged."""
+"""Version of the manifest format. Later versions must keep the outer fields `checkpoint` and `crc32` (the checksum of
+the canonical text of `checkpoint`), or have no field `crc32`. So if a manifest has a higher version number and a wrong
+`crc32`, it is treated as damaged, not as written by a later version of Tidegate."""
 VERSION_WITHOUT_FILES: Final = 1
 """Version of the format without the list of the user's files (`save_also`)."""
 MAX_MANIFEST_BYTES: Final = 1 << 30
@@ -94,7 +94,8 @@ class Manifest:
 
     @property
     def own_files(self) -> frozenset[str]:
-        """Names of the files in the folder that Tidegate wrote. All other files there are the user's."""
+        """Names of the files that Tidegate wrote to the rank's folder. All other files in this folder are the
+        user's."""
         return frozenset((OPTIMIZER_FILE, *(stored.file for stored in self.subgroups)))
 
     def pack(self) -> bytes:

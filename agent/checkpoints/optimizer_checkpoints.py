@@ -63,8 +63,9 @@ class OptimizerCheckpoints:
             yield
 
     def find(self, source: str | os.PathLike[str] | Checkpoint, step: int | None) -> Checkpoint:
-        """Finds a checkpoint: `source` itself if it is one, else the newest complete one in the directory, or that of
-        `step`. Waits for a checkpoint that is still written in the background."""
+        """Finds the checkpoint to load. `source`: a checkpoint, which is returned, or a directory: then the result is
+        the newest complete checkpoint in it, or with `step` the newest one of that step. Waits first for a checkpoint
+        that is still written in the background."""
         if self._pending is not None:
             with suppress(CheckpointFailed):  # the failure was logged; an older checkpoint is used
                 self._pending.wait_and_agree()

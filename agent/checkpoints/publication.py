@@ -1,4 +1,5 @@
-"""Publishes and unpublishes a rank's part of a checkpoint, and removes folders that no manifest names."""
+"""Publishes a rank's part of a checkpoint (writes its manifest), unpublishes it (removes the manifest), and removes
+folders that no manifest names."""
 
 from __future__ import annotations
 

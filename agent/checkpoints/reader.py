@@ -35,8 +35,8 @@ class Reader:
     """Reads one rank's part of a checkpoint for the parameters of the running optimizer. A context manager."""
 
     def __init__(self, checkpoint: Checkpoint, params: Sequence[torch.Tensor], ranks: Ranks) -> None:
-        """Checks the checkpoint against the parameters, except the data of the state files. The optimizer is not
-        changed.
+        """Checks that the checkpoint is not damaged and fits the parameters. The data of the state files is not checked
+        here, but when it is read. The optimizer is not changed.
 
         ForeignState when model, update rule or number of ranks differ; WeightsMismatch when the model's weights are not
         the ones that were saved with the state; other errors of `StateFileError` for damage.
@@ -87,8 +87,9 @@ class Reader:
                             arrays[name][to : to + numel] = array[given : given + numel]
 
     def _overlapping(self, wanted: Segment) -> Iterator[tuple[int, Segment]]:
-        """Yields the saved segments that overlap the segment `wanted`, each with the index of its file. Saved and
-        running subgroups list the parameters in the same order, so files are read one after the other, each once."""
+        """Yields the saved segments that overlap `wanted`, a segment of the running optimizer, each with the index of
+        its state file. The saved and the running optimizer list the parameters in the same order, so each state file is
+        read only once, one after the other."""
         for index, part in self._parts[wanted.param]:
             if part.offset < wanted.offset + wanted.numel and wanted.offset < part.offset + part.numel:
                 yield index, part
@@ -131,7 +132,9 @@ class Reader:
         """Raises ForeignState if update rule, number of ranks or parameters differ from those of the checkpoint."""
         manifest, name = self._checkpoint.manifest, self._checkpoint.directory
         if (manifest.rule, manifest.ranks) != (UPDATE_RULE, ranks.count):
-            raise ForeignState(name, f"{manifest.rule} of {manifest.ranks} ranks", f"{UPDATE_RULE} of {ranks.count}")
+            raise ForeignState(
+                name, f"{manifest.rule} of {manifest.ranks} ranks", f"{UPDATE_RULE} of {ranks.count} ranks"
+            )
         mine = [ParamForm.of(param) for param in self._params]
         if len(mine) != len(manifest.params):
             raise ForeignState(name, f"{len(manifest.params)} parameters", f"{len(mine)}")

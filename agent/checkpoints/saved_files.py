@@ -54,8 +54,8 @@ def check_saved(folder: Path, reserved: Iterable[str]) -> None:
 def checksums_of(
     folder: Path, leave_out: frozenset[str], before_chunk: BeforeChunk = lambda _: None
 ) -> tuple[SavedFile, ...]:
-    """Checksums of all files below `folder`, in the order of their names, without the names in `leave_out`, which
-    Tidegate wrote. `before_chunk` is called before each chunk that is read."""
+    """Checksums of the user's files below `folder`, in the order of their names. `leave_out`: names of the files that
+    Tidegate wrote, which are skipped. `before_chunk` is called before each chunk that is read."""
     names = sorted(path.relative_to(folder).as_posix() for path, _ in _entries(folder))
     return tuple(_checksum(folder, name, before_chunk) for name in names if name not in leave_out)
 

@@ -29,7 +29,7 @@ BLOCK_BYTES: Final = 1 << 20
 CHUNK_BYTES: Final = 8 << 20
 """Bytes transferred between two calls of `before_chunk`: rounded down to whole blocks, at least one block."""
 ATTEMPTS: Final = 3
-"""Maximum number of attempts of a read that fails with a transient error."""
+"""Maximum number of attempts to read, if a read fails with a transient error or a wrong checksum."""
 POLL_SECONDS: Final = 1.0
 
 BeforeChunk = Callable[[int], object]
@@ -47,11 +47,13 @@ class StateSource(Protocol):
     def block_bytes(self) -> int: ...
 
     def load(self, pool: IoPool, first: int, nbytes: int, buffer: int) -> int:
-        """Loads `nbytes` of the state from offset `first` on, and returns their memory address. `buffer`: address of
-        memory of that size, into which the state may be read; the result may also be another address."""
+        """Makes `nbytes` of the state available in memory, from offset `first` on, and returns their address. `buffer`:
+        address of free memory of that size, into which state in a file is read. State that is in memory already is not
+        copied; then the result is its own address."""
 
     def header(self, checksums: tuple[int, ...]) -> Header:
-        """Header of the new file. `checksums`: checksums of the blocks that were written."""
+        """The header of the state file to which this snapshot is written. `checksums`: checksums of the blocks that
+        were written."""
 
     def close(self) -> None:
         """Releases the snapshot. Idempotent."""
@@ -146,7 +148,7 @@ def write_state(
 
 
 def chunk_bytes(block_bytes: int) -> int:
-    """Bytes of a chunk: whole blocks, at least one."""
+    """Size of a chunk in bytes: CHUNK_BYTES rounded down to whole blocks of `block_bytes`, but at least one block."""
     return max(CHUNK_BYTES // block_bytes, 1) * block_bytes
 
 
@@ -185,7 +187,7 @@ def _retried(begin: Callable[[], IoTicket]) -> IoTicket:
 
 
 def _check(ticket: IoTicket, name: str | os.PathLike[str]) -> None:
-    """Raises OSError when the transfer failed."""
+    """Raises OSError when the transfer of `ticket` failed. `name`: the file, for the error."""
     if not ticket.ok:
         code = ticket.error or errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(name))

@@ -24,10 +24,10 @@ from tidegate.errors import PathFull, PathUnusable
 
 
 class SpareFiles:
-    """Creates the spare files on one rank's paths for a new checkpoint: the next flushes write to them, because files
+    """Creates the spare files on one rank's paths for a new checkpoint. The next flushes write to them, because files
     that a checkpoint holds do not change. `expiring`: checkpoints that are removed when the new one is complete; their
-    files then become spare files. It is empty for a checkpoint in the background, because flushes need spare files
-    before that checkpoint is complete."""
+    files then become spare files. A checkpoint in the background has no `expiring` ones, because flushes need spare
+    files before it is complete."""
 
     def __init__(self, engine: Engine, rank: int, expiring: Sequence[Checkpoint]) -> None:
         self._engine, self._rank, self._expiring = engine, rank, expiring
@@ -35,9 +35,15 @@ class SpareFiles:
         """Files of expiring checkpoints that will become spare files: subgroup, path and file."""
 
     def reserve(self, folder: Path, linked: Mapping[int, int], copied: Sequence[Layout]) -> None:
-        """Creates spare files for the subgroups in `linked` (bytes of each file by subgroup), whose files the
-        checkpoint will link, and checks the space for the copies of the subgroups in `copied`. Files of expiring
-        checkpoints are used where the size is the same. PathFull, with nothing changed, when the space is not there."""
+        """Reserves the disk space of the new checkpoint. Creates a spare file for each subgroup whose file the
+        checkpoint will hard-link, unless the subgroup has one, and checks that there is space for all copies. A file of
+        an expiring checkpoint is used instead of a new spare file if its size is the same. Raises PathFull, before
+        anything is changed, if there is not enough space.
+
+        folder: the rank's folder in the new checkpoint.
+        linked: the subgroups whose files will be hard-linked, by id, each with the size of its file in bytes.
+        copied: the subgroups whose state will be copied.
+        """
         reusable = self._reusable_files(folder)
         new: defaultdict[str, list[Layout]] = defaultdict(list)
         needed = sum(file_bytes(state_kind(layout, self._rank).data_bytes, BLOCK_BYTES) for layout in copied)
@@ -62,8 +68,9 @@ class SpareFiles:
                 self._store.storage_path(name).add_spare(layout.id)
 
     def add_for(self, layout: Layout) -> bool:
-        """Creates a spare file for a subgroup that is stored on a path. False when it cannot be created: no space, no
-        free file descriptor, or another I/O error."""
+        """Creates a spare file, to which the next flush writes, for a subgroup that is stored on a path. Returns True
+        if the subgroup has a spare file now, False if it cannot be created: no space, no free file descriptor, or
+        another I/O error."""
         path = self._store.storage_path(self._engine.memory.residence[layout.id])
         if path.has_spare(layout.id):
             return True
@@ -76,8 +83,8 @@ class SpareFiles:
         return True
 
     def take_reused_files(self) -> None:
-        """Turns the files of expired checkpoints into spare files. Call it when the new checkpoint is complete and the
-        expired ones are unpublished."""
+        """Turns files of expired checkpoints into spare files. May be called only after the new checkpoint is complete
+        and this rank's manifests of the expired checkpoints are removed."""
         for layout, path, file in self._reused:
             self._store.storage_path(path).add_spare(layout.id, file)
 
@@ -102,12 +109,16 @@ class SpareFiles:
 
 
 def _check_space(where: str, needed: int, free: int, copies: int, spares: int) -> None:
-    """Raises PathFull, with the figures, if `needed` bytes are more than the `free` bytes. `copies`, `spares`: numbers
-    of copies and spare files, for the message."""
+    """Raises PathFull if `needed` bytes are more than the `free` bytes. The other arguments are for the message.
+
+    where: phrase for the place of the checkpoint ("in /data") or of the spare files ("of the state on path nvme").
+    copies, spares: numbers of copied subgroups and of spare files, which need the space.
+    """
     if needed > free:
         raise PathFull(
-            f"A checkpoint {where} needs {needed:,} bytes more, and {free:,} bytes are free. They are for copies of "
-            f"{copies} subgroups and for {spares} spare files: later updates write to these, because files that belong "
-            "to a checkpoint do not change. Free space, keep fewer checkpoints, or save to another file system.",
+            f"A checkpoint {where} needs {needed:,} bytes more, and {free:,} bytes are free. Space is needed "
+            f"for copies of {copies} subgroups and for {spares} spare files. Later updates write to spare files, "
+            "because files that belong to a checkpoint do not change. Free space, keep fewer checkpoints, or save to "
+            "another file system.",
             needed, free,
         )  # fmt: skip

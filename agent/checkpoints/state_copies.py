@@ -1,4 +1,5 @@
-"""State of all subgroups in a checkpoint: one file per subgroup, linked, held open for a later copy, or copied."""
+"""Writes the state of all subgroups into a checkpoint, one file per subgroup. Each file is hard-linked from a storage
+path, copied at once, or copied later in the background from a file that is held open or from host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tidegate.plan.ops import is_path
 log = logging.getLogger("tidegate.tiers")
 
 THREADS: Final = 4
-"""Number of blocks transferred at once."""
+"""Number of I/O threads for the state files of a checkpoint: the number of blocks that are written or read at the same
+time."""
 
 
 def weights_checksum(params: Sequence[torch.Tensor], segments: Sequence[Segment]) -> int:
@@ -64,7 +66,12 @@ class StateCopies:
         rank: int,
         device: int,
     ) -> None:
-        """`step`: number of updates. `device`: number of the checkpoint's file system, on which files can be linked."""
+        """step: number of the optimizer's updates.
+        run_id: id of the run, which is written into each file.
+        rank: number of this rank.
+        device: device number (`st_dev`) of the checkpoint's file system. Only files on this file system can be
+            hard-linked.
+        """
         self._engine, self._step, self._run_id, self._rank = engine, step, run_id, rank
         self._sums = [weights_checksum(params, layout.segments) for layout in engine.layouts]
         self._linkable = self._find_linkable(device)

@@ -1,11 +1,12 @@
 """Writes a checkpoint: one state file per subgroup, hard-linked where its file is on the same file system, else copied.
 
-Copies are made immediately, or in the background (`background`) from state that is held unchanged while training
-continues.
+Copies are made immediately, or by a background thread (module `background`) from state that is held unchanged while
+training continues.
 
-A complete checkpoint is never changed, and older ones are removed only after the new one is complete. Files of expired
-checkpoints become the spare files of the paths. A path therefore needs space for (1 + kept checkpoints) times the state
-that is stored on it, and for that state once more while a checkpoint is copied in the background.
+A complete checkpoint is never changed, and older ones are removed only after the new one is complete. If the new one is
+written immediately, files of expired checkpoints become the spare files of the paths. A path therefore needs space for
+(1 + kept checkpoints) times the state that is stored on it, and for that state once more while a checkpoint is copied
+in the background.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from tidegate.agent.tiers.tier_store import UPDATE_RULE, TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
 
 AUTO_MEMORY_SHARE: Final = 0.5
-"""Share of the free host memory that copies of state that is not on a path may use, unless the caller sets a limit."""
+"""Default limit of host memory for a checkpoint in the background, as a share of the free host memory. The memory is
+for copies of state that is not in a file of a storage path."""
 
 SaveAlso = Callable[[Path], object]
 
@@ -51,7 +53,7 @@ class Contents:
     """Input of a checkpoint.
 
     engine, params: the engine with the state of the subgroups, and the parameters.
-    optimizer: all other state of the optimizer; it must be loadable with weights_only=True.
+    optimizer: the optimizer's state other than that of the subgroups; it must be loadable with weights_only=True.
     step: number of updates of the optimizer.
     lock: the optimizer's locks on directories of checkpoints.
     """
@@ -65,8 +67,11 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Destination of a checkpoint. `keep`: number of complete checkpoints that are kept in the directory; older ones
-    are removed."""
+    """Destination of a checkpoint: the directory with all checkpoints of the run.
+
+    keep: number of complete checkpoints that are kept in the directory; older ones are removed.
+    save_also: function of the user that writes further files into the rank's folder, which is its argument.
+    """
 
     directory: str | os.PathLike[str]
     keep: int = 1
@@ -77,18 +82,23 @@ class Target:
 
 
 def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
-    """Writes a checkpoint immediately, then removes all but the `keep` newest complete ones.
+    """Writes a checkpoint before it returns, then removes all but the `keep` newest complete checkpoints. A collective
+    call of all ranks.
 
-    PathFull when the space is not there, CheckpointTaken when another run or optimizer writes to the directory,
-    CheckpointFailed when it cannot be written; the other checkpoints are then unchanged.
+    Raises PathFull if there is not enough space, CheckpointTaken if another run or optimizer writes to the directory,
+    and CheckpointFailed if the checkpoint cannot be written. The older checkpoints are then unchanged.
     """
     return _Writer(contents, target, ranks).write()
 
 
 def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_bytes: int | None) -> PendingCheckpoint:
-    """Starts a checkpoint like `save`, but returns when all state is hard-linked or held in files or memory; the rest
-    is copied in the background. `memory_bytes`: limit of the host memory for copies of state that is not on a path;
-    None for half of the free memory. State beyond the limit is written before this returns."""
+    """Starts a checkpoint, and returns while a background thread still copies a part of the state, from files that are
+    held open or from copies in host memory. All other state is hard-linked or written before this returns, with the
+    errors of `save`.
+
+    memory_bytes: limit of the host memory for copies of state that is not in a file of a path; None for half of the
+        free memory. State beyond the limit is written before this returns.
+    """
     if memory_bytes is not None:
         _check_whole("memory_bytes", memory_bytes, 0)
     writer = _Writer(contents, target, ranks)
@@ -111,7 +121,7 @@ def _check_whole(name: str, value: int, least: int) -> None:
 
 
 class _Writer:
-    """Writer of one rank's part of one checkpoint."""
+    """Writes one rank's part of one checkpoint."""
 
     def __init__(self, contents: Contents, target: Target, ranks: Ranks) -> None:
         self._contents, self._ranks, self._save_also = contents, ranks, target.save_also
@@ -169,7 +179,8 @@ class _Writer:
     # ---- the part that is written immediately
 
     def _part(self, spares: SpareFiles, background: BackgroundCopies) -> UnpublishedPart:
-        """Creates the folder and writes all files except the state that the background thread copies."""
+        """Creates the rank's folder and writes all its files except the state that the background thread copies.
+        Returns the part, which counts as a part of the checkpoint only after its manifest is published."""
         _make_folder(self._folder)
         sync(self._base)
         if self._save_also is not None:
@@ -190,7 +201,8 @@ class _Writer:
         return UnpublishedPart(self._directory, manifest, pending)
 
     def _write_optimizer(self, target: Path) -> int:
-        """Writes the optimizer's state besides the subgroups to a file, and returns the CRC-32 of the file."""
+        """Writes the optimizer's state other than that of the subgroups to the file `target`. Returns the CRC-32 of the
+        file. Raises ConfigError if the state cannot be loaded with weights_only=True."""
         buffer = io.BytesIO()
         torch.save(dict(self._contents.optimizer), buffer)
         try:
@@ -222,8 +234,8 @@ def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _part_removed_on_error(folder: Path) -> Iterator[None]:
-    """Context manager that deletes `folder`, a rank's part of a checkpoint, if the block raises. OSError is converted
-    to CheckpointFailed."""
+    """Context manager that deletes `folder`, a rank's part of a checkpoint, if the block raises. OSError and
+    PathUnusable are converted to CheckpointFailed, other errors are raised as they are."""
     try:
         yield
     except BaseException:
@@ -249,8 +261,13 @@ def _remove_expired(
     new: Checkpoint,
     spares: SpareFiles | None = None,
 ) -> None:
-    """Removes the `expiring` checkpoints when `new` is complete, and turns their files into spare files of the
-    paths."""
+    """Removes this rank's parts of the `expiring` checkpoints. May be called only after the checkpoint `new` is
+    complete.
+
+    base: the directory of checkpoints.
+    store: the storage paths, which get the directory of `new` as their last checkpoint; None without paths.
+    spares: turns files of the expiring checkpoints into spare files; None if these files are only removed.
+    """
     for checkpoint in expiring:
         unpublish(checkpoint)
     if spares is not None:

@@ -72,8 +72,8 @@ class WriterLock:
 
 
 def _release(mine: dict[tuple[int, int], Path], pid: int) -> None:
-    """Deletes the lock files and closes their descriptors, which releases the locks. Does nothing in another process
-    than `pid`."""
+    """Deletes the lock files in the directories `mine` and closes their descriptors, which releases the locks. Does
+    nothing unless this process has the id `pid`: a forked child does not own the locks."""
     if os.getpid() != pid:
         return
     for key, directory in mine.items():

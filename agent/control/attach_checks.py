@@ -84,7 +84,8 @@ def check_model(model: object) -> None:
 
 
 def metrics_port_of_rank(first: int) -> int:
-    """Metrics port of this rank: `first` plus the local rank, or 0 (any free port) if `first` is 0."""
+    """Returns the port of this rank's /metrics: `first` plus the rank's number on this host (LOCAL_RANK), or 0 (any
+    free port) if `first` is 0. Raises ConfigError if the port would be above 65535."""
     here = local_rank()
     if first and first + here > 65_535:
         raise ConfigError(
@@ -121,8 +122,8 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 def connect(
     settings: AttachSettings, hello: Callable[[], AgentHello], source: ReportSource, rank: int
 ) -> AgentLink | None:
-    """Creates the link to the daemon and starts its threads. None when the settings name no daemon and, with a warning,
-    when the link is not possible; with `strict` a TidegateError is raised instead of the warning.
+    """Creates the link to the daemon and starts its threads. Returns None if the settings name no daemon. If the link
+    cannot be created, `strict` decides: a TidegateError is raised, or a warning is logged and None is returned.
 
     hello: function that builds the registration message.
     source: object that builds the reports.
@@ -159,7 +160,8 @@ def validated(hello: Callable[[], AgentHello]) -> AgentHello:
         wrong = error.errors(include_url=False)[0]
         field = ".".join(map(str, wrong["loc"])) or "its parts together"
         raise ConfigError(
-            f"The daemon would refuse the description of this rank: {field} is out of bounds ({wrong['msg']})."
+            f"The daemon would refuse the registration message of this rank: {field} is out of bounds "
+            f"({wrong['msg']}). Change the setting of the run or of the optimizer that gives this value."
         ) from error
 
 

@@ -215,7 +215,7 @@ class Attachment:
         try:
             return self._messages.report()
         except Exception:
-            log.exception("the last report could not be made", extra=event("report_failed"))
+            log.exception("the final report to the daemon could not be built", extra=event("report_failed"))
             return None
 
     def __enter__(self) -> Self:
@@ -227,12 +227,13 @@ class Attachment:
     # ---- at the end of each step
 
     def _on_step(self, result: StepResult, phases: StepPhases) -> None:
-        """Records a finished step."""
+        """Records the result and the phases of a finished step for metrics and reports, and gives its duration to the
+        tuner."""
         try:
             self.recorder.record(result, phases)
         except Exception:
             # Errors of telemetry do not affect the weights: training continues.
-            log.exception("step %d could not be recorded", self.recorder.steps)
+            log.exception("step %d could not be recorded for metrics and reports", self.recorder.steps)
         self.tuning.observe(result, phases)
 
     def _between_steps(self, next_step: int) -> None:
@@ -255,8 +256,12 @@ class Attachment:
         return agreed
 
     def _apply_committed(self, next_step: int, committed: CommittedKnobs | None, generation: int) -> None:
-        """Applies committed knobs if all ranks know them and they were not applied or refused before. `generation`: the
-        generation that all ranks agreed on."""
+        """Applies committed knobs if all ranks know them and they were not applied or refused before.
+
+        next_step: number of the step that follows.
+        committed: the newest committed knobs that this rank knows; None if it knows none.
+        generation: the generation that all ranks agreed on.
+        """
         if committed is None or generation != committed.generation or committed.decision == self._decided:
             return
         self._decided = committed.decision
@@ -277,7 +282,8 @@ class Attachment:
             if self.link is not None:
                 self.link.report_unusable(committed.decision, str(refusal))
             log.error(
-                "generation %d cannot be applied, the last good knobs stay in force: %s", committed.generation, refusal,
+                "generation %d of the knobs cannot be applied on this rank, the last good knobs stay in force: %s",
+                committed.generation, refusal,
                 extra=event("generation_refused", run=self.run, generation=committed.generation, reason=str(refusal)),
             )  # fmt: skip
             return False

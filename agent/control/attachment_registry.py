@@ -72,5 +72,5 @@ def _leave_all() -> None:
         try:
             attachment.leave()
         except Exception:
-            log.exception("a run could not say goodbye")
+            log.exception("the final report and the goodbye message of a run could not be sent to the daemon")
     wait_for_goodbyes()

@@ -30,7 +30,8 @@ class CommittedKnobs:
 
     @property
     def decision(self) -> tuple[int, int]:
-        """Epoch (how often the daemon has lost its state) and generation. A generation alone may occur twice."""
+        """Identifies these knobs: the pair of epoch (how often the daemon has lost its state) and generation. The
+        generation alone is not unique, because a daemon that lost its state counts from 0 again."""
         return self.epoch, self.generation
 
 
@@ -70,9 +71,12 @@ class KnobDecisions:
                 self._accept(directive, self.committed.epoch if self.committed is not None else 0)
 
     def take_at_registration(self, directive: Directive, known: CommittedKnobs | None) -> None:
-        """Accepts the knobs in the daemon's response to a registration message (hello). `known`: committed knobs at the
-        time when the message was built. If they are given, an older generation is accepted too: a daemon that lost its
-        state starts again with this rank's knobs."""
+        """Accepts the knobs in the daemon's response to a registration message (hello).
+
+        known: the committed knobs that this rank had when the message was built; None if it had none. If it had some,
+            an older generation in the response is accepted, too: a daemon that lost its state starts again with this
+            rank's knobs.
+        """
         with self._lock:
             epoch = known.epoch if known is not None else 0
             starts_over = known is not None and directive.committed < self.newest_generation
@@ -81,8 +85,11 @@ class KnobDecisions:
             self.voted = None
 
     def _accept(self, directive: Directive, epoch: int) -> None:
-        """Stores the committed knobs of a response in `committed`, from where the training thread applies them. Knobs
-        that cannot be used are reported, and `committed` is unchanged. The caller holds the lock."""
+        """Stores the committed knobs of a response in `committed`, from where the training thread applies them. If the
+        knobs cannot be used, this is reported to the daemon, and `committed` is unchanged. The caller holds the lock.
+
+        epoch: how often the daemon has lost its state.
+        """
         self.newest_generation = directive.committed
         try:
             knobs = Knobs().changed(directive.committed_knobs)
@@ -91,7 +98,7 @@ class KnobDecisions:
             if not self.report_unusable((epoch, directive.committed), reason):
                 return
             log.error(
-                "generation %d cannot be used on this rank, the last good knobs stay in force: %s",
+                "the knobs of generation %d cannot be used on this rank, the last good knobs stay in force: %s",
                 directive.committed, reason,
                 extra=event("generation_refused", run=self._run, generation=directive.committed, reason=reason),
             )  # fmt: skip

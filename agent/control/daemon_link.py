@@ -40,11 +40,11 @@ _open_links: set[AgentLink] = set()
 
 
 class AgentLink:
-    """Link with two threads: one sends reports, one listens for knobs (`KnobListener`). Both keep retrying, with
-    back-off, while the daemon is unavailable.
+    """The agent's link to the daemon, with two threads: one sends reports, one listens for knobs (`KnobListener`). Both
+    keep retrying, with back-off, while the daemon is unavailable.
 
-    The threads hold a reference to `source` only during calls, so that it can be garbage-collected. `leave` or `close`
-    ends the threads.
+    The object `source` builds the reports. The threads hold a reference to it only during calls, so that it can be
+    garbage-collected. `leave` or `close` ends the threads.
     """
 
     def __init__(self, url: str, token: str | None, hello: AgentHello, source: ReportSource) -> None:
@@ -162,7 +162,7 @@ class AgentLink:
                 self.restarts += 1
                 hello = self._registration.hello
                 log.exception(
-                    "the link's thread %r failed and is restarted; training goes on", name,
+                    "thread %r of the link to the daemon failed and is restarted; training goes on", name,
                     extra=event("link_failed", run=hello.run, rank=hello.rank, thread=name),
                 )  # fmt: skip
                 if self._stop.wait(link_timing.backoff(failures)):
@@ -198,7 +198,8 @@ class AgentLink:
             self._count("report")
 
     def _wait(self, seconds: float) -> _Goodbye | None:
-        """Waits `seconds`, or until a request wakes the thread. Returns a queued goodbye."""
+        """Waits for `seconds`, or until a report is requested or a goodbye is queued. Returns the goodbye; None if
+        there is none."""
         with contextlib.suppress(Empty):
             message = self._requests.get(timeout=seconds)
             while message is None:
@@ -221,15 +222,18 @@ class AgentLink:
             _open_links.discard(self)
 
     def _deliver_or_log(self) -> bool:
-        """Sends a report; False when an unexpected error prevented that, which is logged once and does not prevent
-        later reports. Errors of the exchange with the daemon (`REFUSALS`) are raised."""
+        """Sends a report and returns True. After an unexpected error it returns False: the first such error is logged,
+        and later reports are still sent. Errors of the exchange with the daemon (`REFUSALS`) are raised."""
         try:
             self._deliver()
         except REFUSALS:
             raise
         except Exception:
             if not self._logged_report_failure:
-                log.exception("a report could not be made; training goes on", extra=event("report_failed"))
+                log.exception(
+                    "a report could not be made for the daemon; training and later reports go on",
+                    extra=event("report_failed"),
+                )
             self._logged_report_failure = True
             return False
         return True
@@ -269,7 +273,8 @@ class AgentLink:
             log.debug("the daemon refused the vote against generation %d: %s", unusable.generation, error)
 
     def _build_report(self) -> AgentReport | None:
-        """Builds the next report. None when the source was garbage-collected, after it has queued its final report."""
+        """Builds the next report. Returns None if the source of reports is garbage-collected: it has then queued its
+        final report already."""
         held = [self._source()]
         try:
             return held[0].report() if held[0] is not None else None
@@ -277,7 +282,11 @@ class AgentLink:
             release_unless_exiting(held)
 
     def _send(self, hello: AgentHello, report: AgentReport, final: bool = False) -> None:
-        """Sends a report. On an error the report goes back to its source, to be sent again, and the error is raised."""
+        """Sends a report. On an error the report goes back to its source, to be sent again, and the error is raised.
+
+        hello: the registration message of the agent to which the report belongs.
+        final: True for the last report, after which the daemon gets the goodbye message.
+        """
         applied = self._knobs.take_applied()
         try:
             message = report.model_copy(update={"applied": applied, "finished": final})
@@ -304,7 +313,8 @@ class AgentLink:
         release_unless_exiting(held)
 
     def _keep(self, report: AgentReport, now: float) -> None:
-        """Stores a delivered report for RESEND_SECONDS."""
+        """Stores a delivered report for RESEND_SECONDS, because it is sent again if an exchange with the daemon fails
+        in this time. `now`: the present time on the monotonic clock."""
         self._delivered.append((now, report))
         with contextlib.suppress(IndexError):  # the other thread may have taken them all
             while self._delivered[0][0] < now - link_timing.RESEND_SECONDS:

@@ -28,7 +28,7 @@ CONNECTION_CHECK_SECONDS = 0.2
 
 
 class KnobListener:
-    """Work of the listening thread of a link, until `stop` is set.
+    """Receives knobs from the daemon in the listen thread of a link, until the event `stop` is set.
 
     client: connection that only this thread uses.
     source: checks proposed knobs; a reference is held only during a check.
@@ -74,8 +74,8 @@ class KnobListener:
         self._client.close()
 
     def _listen_once(self, agent: str) -> None:
-        """Sends one long poll. Then votes on each generation that the daemon proposes: answers whether this rank can
-        use it."""
+        """Sends one long poll and accepts the committed knobs in the response. Then votes on each generation that the
+        daemon proposes: answers whether this rank can use it. `agent`: id under which this rank is registered."""
         knobs, poll_seconds = self._knobs, link_timing.POLL_SECONDS
         self._wait_for_turn()
         directive = self._client.directive(agent, max(0, knobs.newest_generation), knobs.voted, poll_seconds)
@@ -106,7 +106,10 @@ class KnobListener:
         except ConfigError as refusal:
             reason = str(refusal)
         except Exception as error:
-            log.exception("knobs could not be checked", extra=event("check_failed", generation=directive.proposed))
+            log.exception(
+                "the proposed knobs could not be checked, so this rank votes against them; training goes on",
+                extra=event("check_failed", generation=directive.proposed),
+            )
             reason = f"The rank could not check these knobs ({type(error).__name__}: {error}); its log says more."
         finally:
             release_unless_exiting(held)

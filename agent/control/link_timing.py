@@ -44,8 +44,8 @@ LONGEST_STRICT_SECONDS = 60.0
 for that agent longer."""
 
 _SPREAD = random.SystemRandom()
-"""Random numbers for the spread of pauses. The generator of the module `random` is not used, because a script may have
-seeded it."""
+"""Generator of the random factors in `backoff`. It is not the generator of the module `random`, because a training
+script may have seeded that one with the same number on all ranks."""
 
 
 def pause_after_report(cpu_seconds: float, wanted: float | None = None) -> float:

@@ -32,7 +32,8 @@ class PhaseHooks:
             self._optimizer.phases.enter("forward")
 
     def after_forward(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """Ends the phase `forward`. The phase `backward` begins when the gradient of this output is computed."""
+        """Ends the phase `forward`. The phase `backward` begins when autograd computes the gradient of `output` (of its
+        first tensor that requires a gradient)."""
         if self._optimizer.phases.current == "forward":
             self._optimizer.phases.enter("other")
             for tensor in _tensors(output):

@@ -31,8 +31,9 @@ def this_host() -> str:
 
 
 def is_observable(holder: Holder | None) -> bool:
-    """Whether this process can observe if `holder` is alive: same machine, same boot, same PID namespace. Machines that
-    were cloned while running have the same boot id, so the host's name is compared, too."""
+    """Whether this process can find out if the process of `holder` (the agent that holds a rank) is alive. This needs
+    the same machine, boot and PID namespace. The host's name is compared, too, because machines that were cloned while
+    running have the same boot id."""
     here = this_process()
     if holder is None or holder.process is None or here is None or holder.host != this_host():
         return False
@@ -40,11 +41,11 @@ def is_observable(holder: Holder | None) -> bool:
 
 
 def has_ended(holder: Holder | None) -> bool:
-    """Whether it is certain that the process of `holder` has ended. False for a process in another container or on
-    another host, which cannot be observed.
+    """Whether it is certain that the process of `holder` (the agent that holds a rank) has ended. False for a process
+    in another container or on another host, which cannot be observed.
 
-    A PID namespace of the same number may be a new one: then all processes of the old namespace have ended. This is
-    detected, because a process with the same pid has another start time.
+    The start time of the process is compared as well, because the kernel may give its pid, and the number of its PID
+    namespace, to a later process or namespace.
     """
     if holder is None or holder.process is None or not is_observable(holder):
         return False

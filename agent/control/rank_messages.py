@@ -45,7 +45,11 @@ class RankMessages:
         self._agent = uuid.uuid4().hex
 
     def hello(self, metrics_address: str, reset_knobs: bool) -> AgentHello:
-        """Builds the registration message (hello) of this rank."""
+        """Builds the registration message (hello) of this rank.
+
+        metrics_address: "host:port" of /metrics.
+        reset_knobs: whether the settings of the optimizer replace the knobs that the run had before.
+        """
         engine, device, offload = self._optimizer.engine, self._optimizer.device, self._optimizer.offload
         self._registered_sizes = size_runs(engine.subgroups)
         return AgentHello(
@@ -73,7 +77,8 @@ class RankMessages:
     # ---- for the threads of the link
 
     def report(self) -> AgentReport:
-        """Builds the report of everything since the last report. May be called from any thread."""
+        """Builds the next report: the steps since the last report, and the present phase, knobs and rates. May be
+        called from any thread."""
         recorder = self._recorder
         rates, last = recorder.rates, recorder.last_step
         # Before steps are taken: an error here must not lose them.

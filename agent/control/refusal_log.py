@@ -58,7 +58,7 @@ class RefusalLog:
         """Ends the outage: the daemon has accepted this process."""
         if self._logged:
             log.info(
-                "run %s, rank %d: the daemon has accepted this process", self._run, self._rank,
+                "run %s, rank %d: the daemon accepts this process now, after it had refused it", self._run, self._rank,
                 extra=event("rank_held", run=self._run, rank=self._rank),
             )  # fmt: skip
         self.pause = self._since = None

@@ -18,7 +18,8 @@ from tidegate.wire.agent import AgentHello, Holder, Lease
 log = logging.getLogger("tidegate.link")
 
 REFUSALS = (DaemonError, ConfigError)
-"""Exceptions of an exchange with the daemon. ConfigError is raised for a knob that the daemon does not know."""
+"""Exceptions that an exchange with the daemon may raise. ConfigError is raised if the daemon refuses a knob of this
+rank, for example one that it does not know."""
 
 
 class Registration:
@@ -79,8 +80,9 @@ class Registration:
         self._refusals.accepted()
 
     def _send(self, hello: AgentHello) -> Lease:
-        """Registers with the daemon (hello message). RankTaken while a process that may be alive holds the rank. If
-        that process has ended, or is this process with an earlier attachment, it is replaced."""
+        """Sends the registration message (hello). If the rank is held by a process that has ended, or by an earlier
+        attachment of this process, the new agent replaces the holder. Raises RankTaken if another process that may be
+        alive holds the rank."""
         try:
             return self._client.hello(hello)
         except RankTaken as taken:

@@ -12,7 +12,7 @@ class ReportSource(Protocol):
     """Interface of the object that builds the reports of a link. The threads of the link call its methods."""
 
     def report(self) -> AgentReport:
-        """Builds the report of everything since the last report."""
+        """Builds the next report: the steps since the last report, and the present phase, knobs and rates."""
 
     def undelivered(self, report: AgentReport) -> None:
         """Takes back a report that was not delivered, so that its steps are in the next report."""

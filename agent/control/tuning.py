@@ -59,7 +59,8 @@ class Tuning:
         were at this rank's last message to the other ranks."""
 
     def observe(self, result: StepResult, phases: StepPhases) -> None:
-        """Records a finished update."""
+        """Stores knobs and duration of a finished update, for the next call of `between_steps`. Does nothing for a
+        skipped step."""
         seconds = update_seconds(result, phases)
         if seconds is not None:
             self._last = result.effective, seconds
@@ -77,8 +78,8 @@ class Tuning:
         )
 
     def between_steps(self, agreed: BoundaryMessage) -> None:
-        """Gives the tuner the last update, and applies the knobs that it proposes, if any. All ranks call it with the
-        same `agreed` values."""
+        """Gives the tuner the duration of the last update, and applies the knobs that the tuner proposes, if any. All
+        ranks call it with the same `agreed` values."""
         if self._last is not None and agreed.update_seconds is not None:
             self.tuner.observe(self._last[0], agreed.update_seconds)
         self._last = None
@@ -123,7 +124,7 @@ class Tuning:
         # A rank that cannot revert keeps its knobs: the weights are the same with any knobs.
         self._refused = None
         if old is not None and old != self._current and (refusal := self._apply(old)) is not None:
-            log.warning("the tuner cannot revert its last change: %s", refusal)
+            log.warning("the tuner cannot revert its last change of knobs, this rank keeps its values: %s", refusal)
 
     def _apply(self, wanted: EffectiveKnobs) -> ConfigError | None:
         """Applies those values whose knobs are on `auto`; pinned knobs are never changed. Returns None on success. If
@@ -142,8 +143,9 @@ class Tuning:
     # ---- searches
 
     def _search(self) -> Move | None:
-        """Searches for the best change of knobs with the simulator. With several ranks it is the change that is best
-        for the slowest rank. None without a better choice."""
+        """Searches with the simulator for a change of knobs that makes the update shorter. With several ranks, the
+        change is chosen for which the update of the slowest rank is shortest. None if no change is better than the
+        present knobs."""
         mine = _or_default(self._best_candidate, None)
         return mine if self._ranks.count == 1 else self._elect(mine)
 
@@ -158,8 +160,12 @@ class Tuning:
         return find_move(predictor, current, tunable, cache_bytes=ample, allowed=self._fits)
 
     def _elect(self, mine: Move | None) -> Move | None:
-        """Chooses one change together with all ranks, in two collectives: first the ranks exchange their candidates,
-        then each rank's predictions for all candidates. `mine`: candidate of this rank."""
+        """Chooses one change of knobs together with all ranks, in two collectives: first the ranks exchange their
+        candidates, then each rank's predictions for all candidates. Returns the same change on all ranks; None if no
+        candidate is better than the present knobs.
+
+        mine: candidate of this rank; None if it has none.
+        """
         current = self._current
         settings = proposals(self._ranks.all_gather(None if mine is None else Setting.of(mine.to, current)))
         if not settings:
@@ -185,8 +191,12 @@ class Tuning:
 
     def _is_allowed(self, setting: Setting, choice: EffectiveKnobs) -> bool:
         """Whether this rank can apply a candidate: it changes only knobs that are on `auto` on this rank, and the rank
-        has the memory for it. With `setting.more_cache` it must also enlarge the host cache of this rank: otherwise
-        ranks would compare predictions for different changes."""
+        has the memory for it. The host cache must grow exactly if `setting.more_cache` is True, so that the predictions
+        of all ranks are for the same change.
+
+        setting: the candidate, in the form that is the same on all ranks.
+        choice: the values of the knobs that the candidate gives on this rank.
+        """
         current, tunable = self._current, self.tunable
         more_cache = choice.host_cache_bytes > current.host_cache_bytes
         if setting.more_cache != more_cache:
@@ -215,5 +225,5 @@ def _or_default(compute: Callable[[], T], default: T) -> T:
     try:
         return compute()
     except Exception:
-        log.exception("the tuner's prediction failed")
+        log.exception("a prediction for the tuner failed; the tuner goes on without it, and so does training")
         return default

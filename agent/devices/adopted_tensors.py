@@ -21,10 +21,12 @@ probably stay."""
 
 
 class AdoptedTensors:
-    """The tracked tensors, by address. Not thread-safe: callers need a lock.
+    """Registry of the framework's tensors that count as memory of the emulated device, by address. Not thread-safe:
+    callers need a lock.
 
     There is no notification when a storage is freed, and checking a storage costs a cache miss. So `recent_bytes`,
-    which is called at phase boundaries, does not check old tensors: it counts them until the next sweep.
+    which is called at phase boundaries, does not check old tensors: it counts them until the next sweep, which removes
+    freed tensors.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,8 @@ class AdoptedTensors:
         self._sweep_at = SWEEP_AFTER
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Tracks a tensor; it replaces a freed one at the same address."""
+        """Begins to track a tensor. If a freed tensor with the same address is still tracked, the new tensor replaces
+        it."""
         address = tensor.data_ptr()
         if (freed := self._young.pop(address, None)) is None and (freed := self._old.pop(address, None)) is not None:
             self._old_bytes -= freed.nbytes
@@ -70,16 +73,16 @@ class AdoptedTensors:
         return self._old_bytes + sum([one.nbytes for one in self._young.values() if not _expired(one.cdata)])
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether one tensor contains all of these bytes."""
+        """Whether one of the tracked tensors contains all of the `nbytes` bytes that begin at `address`."""
         return any(start <= address and address + nbytes <= end for start, end in self._near(address, nbytes))
 
     def overlaps(self, address: int, nbytes: int) -> bool:
-        """Whether a tensor contains some of these bytes."""
+        """Whether a tracked tensor contains at least one of the `nbytes` bytes that begin at `address`."""
         return any(start < address + nbytes and address < end for start, end in self._near(address, nbytes))
 
     def _near(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields start and end addresses of the tensors that may overlap this range of bytes, or that touch it. Callers
-        must compare the addresses."""
+        """Yields start and end address of each tracked tensor that may overlap or touch the `nbytes` bytes that begin
+        at `address`. The caller must compare the addresses: a tensor that is only near may be included."""
         for most_bytes, starts in self._starts.items():
             for index in range(bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)):
                 start = starts[index]
@@ -93,7 +96,8 @@ class AdoptedTensors:
             yield from ((at, one) for at, one in tensors.items() if not _expired(one.cdata))
 
     def _sweep(self) -> None:
-        """Removes freed tensors. Those that survived more than OLD_SWEEPS sweeps are then old, the others young."""
+        """Stops tracking the freed tensors. Of the others, a tensor counts as old if it has survived more than
+        OLD_SWEEPS sweeps, else as young."""
         living = dict(self._living())
         self._sweeps += 1
         self._old = {at: one for at, one in living.items() if self._sweeps - one.since > OLD_SWEEPS}

@@ -31,9 +31,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRun:
-    """Update of consecutive parameters with the same `scalars` (learning rate, betas and so on). `weight`, `aux`,
-    `exp_avg`, `exp_avg_sq` and `grad` are addresses. `aux`: the 16-bit remainder or the fp32 copy of the weights; 0 if
-    the format of the weights needs neither."""
+    """Update of consecutive elements of a subgroup that have the same `scalars` (learning rate, betas and so on).
+
+    numel: number of elements.
+    weight, exp_avg, exp_avg_sq, grad: address of the first element in each of these arrays.
+    aux: address of the first 16-bit remainder or fp32 copy of the weights; 0 if the format of the weights needs
+        neither.
+    """
 
     numel: int
     weight: int
@@ -74,7 +78,8 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """Event of work that was done when its call returned."""
+    """Event of work that is already done when the event is created. `start`, `end`: the span of the work in seconds on
+    the host's monotonic clock."""
 
     start: float
     end: float
@@ -121,7 +126,7 @@ class Device(Protocol):
 
     def mark(self) -> Event:
         """Event that is done when all work that the calling thread has enqueued in the framework so far is done. In
-        contrast to the event of `now`, it has a span, which ends when that work was done."""
+        contrast to the event of `now`, it has a span: both start and end are the time at which that work was done."""
 
     def block(self, event: Event) -> None:
         """Makes work that the calling thread enqueues in the framework from now on begin after `event`."""
@@ -138,7 +143,7 @@ class Device(Protocol):
     def update(self, runs: Sequence[UpdateRun]) -> Event: ...
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, list[tuple[float, int]]]:
-        """Computes the sum of squares and the number of non-finite values of each gradient. The list is valid after the
-        event."""
+        """Computes a pair for each gradient: the sum of squares and the number of non-finite values. Returns an event
+        and the list of pairs, which may be read only after the event is done."""
 
     def close(self) -> None: ...

@@ -34,14 +34,16 @@ ANCHOR_SECONDS: Final = 10.0
 milliseconds, which is inexact for long times, and the clocks drift."""
 
 ANCHOR_TRIES: Final = 4
-"""Number of comparisons that are made in a row; the one with the smallest error is used."""
+"""Number of times that the clocks of GPU and host are compared in a row. Only the comparison with the smallest error is
+used."""
 
 GOOD_ANCHOR_SECONDS: Final = 1e-3
-"""If the error of a new clock comparison is below this (in seconds), it replaces the last one, even if that one was
-better."""
+"""Error in seconds below which a new comparison of the clocks always replaces the previous one, even if the error of
+the previous one is smaller."""
 
 DRIFT: Final = 5e-5
-"""Assumed relative difference in speed of the two clocks."""
+"""Assumed relative difference in speed between the clocks of GPU and host. The error of a comparison of these clocks
+grows by this number of seconds per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,19 @@ class HostClock:
         self.anchor = self._compare()
 
     def seconds(self, anchor: ClockSync, marker: Marker) -> float:
-        """Host time at which `marker` was reached. `anchor`: a comparison made before `marker` was recorded. `marker`
-        must have been reached."""
+        """Returns the time at which `marker` was reached, in seconds on the host's monotonic clock. `anchor`: a
+        comparison of the clocks that was made before `marker` was recorded. `marker` must have been reached."""
         return anchor.seconds + self._runtime.seconds_between(anchor.marker, marker)
 
     def fresh(self) -> ClockSync:
-        """Returns the comparison for markers recorded from now on. If the last comparison is old, the clocks are
-        compared again first."""
+        """Returns the comparison of the clocks that converts the times of markers which are recorded from now on.
+        Compares the clocks again first if the last comparison is older than ANCHOR_SECONDS."""
         self.refresh()
         return self.anchor
 
     def refresh(self) -> None:
-        """Compares the clocks again if the last comparison is old. If the GPU is too busy for a good comparison, the
-        old one may stay."""
+        """Compares the clocks again if the last comparison is older than ANCHOR_SECONDS. If the GPU is too busy for a
+        good comparison, the old comparison may stay in use."""
         now = time.monotonic()
         if now - self._compared > ANCHOR_SECONDS and self._comparing.acquire(blocking=False):
             try:
@@ -90,8 +92,8 @@ class HostClock:
                 self._comparing.release()
 
     def _compare(self) -> ClockSync:
-        """Compares the clocks several times, and returns the comparison with the smallest error. One is not enough: the
-        first has to wake the GPU up, and other threads may delay any of them."""
+        """Compares the clocks ANCHOR_TRIES times, and returns the comparison with the smallest error. A single
+        comparison may be bad: the first one has to wake the GPU up, and other threads may delay any of them."""
         return min((self._compare_once() for _ in range(ANCHOR_TRIES)), key=lambda anchor: anchor.error_seconds)
 
     def _compare_once(self) -> ClockSync:
@@ -171,7 +173,12 @@ def _clean_up_unclosed(runtime: CudaRuntime, lanes: LaneStreams, allocated: set[
     try:
         close_all(lanes.wait_for_all, *(partial(runtime.free, address) for address in allocated))
     except Exception as error:
-        log.warning("The GPU failed while an unclosed device was cleaned up: %s: %s", type(error).__name__, error)
+        log.warning(
+            "The GPU failed while the memory of an optimizer that was not closed was freed: %s: %s. Call close() when "
+            "an optimizer is no longer needed.",
+            type(error).__name__,
+            error,
+        )
 
 
 class CudaDevice:
@@ -274,8 +281,8 @@ class CudaDevice:
         return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, Norms]:
-        """Enqueues the computation of the sum of squares and the number of non-finite values of each gradient. The list
-        is filled in the thread that waits for the event."""
+        """Enqueues the computation of a pair for each gradient: the sum of squares and the number of non-finite values.
+        Returns an event and a list, which is filled with the pairs in the thread that waits for the event."""
         anchor, stream, found = self._clock.fresh(), self._lanes[DEVICE], Norms()
         start = self._runtime.record(stream, timed=True)
         read = self._runtime.norms(grads, stream)
@@ -288,10 +295,10 @@ class CudaDevice:
         return StreamWork(self._runtime, self._clock, anchor, start, end, fill), found
 
     def close(self) -> None:
-        """Waits for copies and frees host memory. If waiting fails, copies may still be in progress, from and to pages
-        that are unpinned now.
+        """Waits for copies, and unpins and frees the host buffers that are not in use.
 
-        All steps are run even if the GPU fails; then the first error is raised.
+        All steps are run even if the GPU fails; then the first error is raised. If the wait for copies fails, the
+        buffers are unpinned nevertheless, though copies from and to them may still be in progress.
         """
         try:
             close_all(self._lanes.wait_for_copies, self._host.close)

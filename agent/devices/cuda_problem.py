@@ -17,7 +17,7 @@ DRIVERS: Final = "580 or newer for CUDA 13, 525.60 or newer for CUDA 12"
 
 @dataclass(frozen=True)
 class CudaProblem:
-    """Reason and remedy, each a phrase without a full stop."""
+    """Why CUDA cannot be used (`reason`) and what to do (`remedy`), each a phrase without a full stop."""
 
     reason: str
     remedy: str

@@ -50,8 +50,8 @@ class CudaRuntime(Protocol):
     def update(self, runs: Sequence[UpdateRun], stream: Stream) -> None: ...
 
     def norms(self, grads: Sequence[GradRef], stream: Stream) -> Callable[[], Norms]:
-        """Enqueues the computation of the sum of squares and the non-finite count of each gradient. The returned
-        function gives them; it may be called only after a marker behind this work was reached."""
+        """Enqueues the computation of the sum of squares and the number of non-finite values of each gradient. Returns
+        a function that gives these values; it may be called only after a marker behind this work was reached."""
 
     def alloc(self, nbytes: int) -> int:
         """Allocates device memory and returns its address. Earlier work of the framework's current stream may still use

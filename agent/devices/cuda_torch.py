@@ -29,7 +29,8 @@ from tidegate.agent.devices.pinned_memory import near_cpus
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
 
 HOST_REGISTER_PORTABLE: Final = 1
-"""cudaHostRegisterPortable: pinned for every context of the process."""
+"""The flag cudaHostRegisterPortable of CUDA's call cudaHostRegister: the memory is pinned for all CUDA contexts of the
+process."""
 
 HIGH_PRIORITY: Final = -1
 """Priority of the engine's streams."""
@@ -195,7 +196,8 @@ class TorchCuda:
 
 
 class _DeviceBytes:
-    """Device memory in the form that torch accepts from other libraries."""
+    """Range of device memory as an object with `__cuda_array_interface__`, from which torch can make a tensor without a
+    copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

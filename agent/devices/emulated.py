@@ -1,8 +1,8 @@
 """Emulated device: runs the whole engine without a GPU. Its speeds are configured, and are no performance measurement.
 
-Weights and gradients are the framework's CPU tensors, adopted as device memory. State on the device is in an arena,
-whose unfilled and freed bytes are NaN. An op that uses a host address as a device address, or a device address as a
-host address, raises: code that would crash on a GPU fails here too.
+Weights and gradients are the framework's CPU tensors, adopted as device memory. State on the device is in an arena, in
+which the bytes of newly allocated and of freed blocks are NaN. An op that uses a host address as a device address, or a
+device address as a host address, raises: code that would crash on a GPU fails here too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tidegate.plan.ops import D2H, H2D
 from tidegate.wire.base import DeviceKind
 
 POISON = 0xFF
-"""Every byte of unfilled memory: NaN in fp32, bf16 and fp16."""
+"""Value of each byte of a block that is newly allocated or freed. Numbers of these bytes are NaN in fp32, bf16 and
+fp16."""
 
 ALIGNMENT = 256
 """Allocations are rounded up to a multiple of this number of bytes."""
@@ -90,7 +91,7 @@ class Arena:
         return sum(size for _, size in self.blocks)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether one allocated block contains all of these bytes."""
+        """Whether one allocated block contains all of the `nbytes` bytes that begin at `address`."""
         offset = address - self.base
         index = bisect_right(self.blocks, (offset, self.capacity_bytes)) - 1
         return index >= 0 and offset + nbytes <= sum(self.blocks[index])
@@ -145,8 +146,8 @@ class EmulatedDevice:
             self._arena.free(address)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory in pages of its own, huge pages if available, with which transfers from and to paths reach full
-        speed."""
+        """Allocates host memory whose pages belong to this buffer alone, huge pages if available. Transfers from and to
+        storage paths are fastest with such memory."""
         return torch.from_numpy(aligned_buffer(max(nbytes, 1)))[:nbytes]
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -233,4 +234,6 @@ class EmulatedDevice:
         with self._lock:
             adopted = self._adopted.overlaps(address, nbytes)
         if adopted or self._arena.covers(address):
-            raise DeviceAccessError(f"Lane {lane}: {address:#x} is on the device where a host address is needed.")
+            raise DeviceAccessError(
+                f"Lane {lane}: address {address:#x} is on the device, but a host address is needed."
+            )

@@ -34,10 +34,11 @@ WIPE_ON_FORK: Final = 18
 """MADV_WIPEONFORK, which Python does not define. With it, a fork causes no copy-on-write of pages that the GPU uses."""
 
 TOUCH_BYTES: Final = 64 << 20
-"""Bytes that one thread writes at a time."""
+"""Size in bytes of the pieces of new memory that are zeroed by several threads. Each thread zeroes one piece after the
+other."""
 
 TOUCH_THREADS: Final = 8
-"""Number of threads that write to new memory."""
+"""Maximum number of threads that zero new memory at the same time."""
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -110,8 +111,8 @@ class ReturnedBlocks:
         """Whether the pool is closed: returned blocks are then freed at once."""
 
     def put(self, block: PinnedBlock) -> None:
-        """Returns a block to the pool. A buffer that is dropped calls this, in any thread and at any time, also inside
-        `take`: a lock taken there could deadlock, so the deque is used without one."""
+        """Returns a block to the pool. Called when the block's buffer is dropped: in any thread and at any time, even
+        while the same thread is inside `take`. A lock could therefore deadlock, so the deque is used without one."""
         self._returned.append(block)
         if self.closed:
             self._returned.clear()
@@ -125,8 +126,8 @@ class ReturnedBlocks:
 class PinnedPool:
     """Pool of pinned buffers by size. A buffer returns to the pool by itself when it and all its views are dropped.
 
-    wait_until_idle: waits until no work on buffers is left. It is called before memory is unpinned that may still be in
-    use.
+    wait_until_idle: function that waits until no copy from or to a buffer is in progress. It is called before memory is
+        unpinned that may still be in use.
     """
 
     def __init__(self, pinner: Pinner, wait_until_idle: Callable[[], None] = lambda: None) -> None:
@@ -215,8 +216,8 @@ class PinnedPool:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
         log.warning(
-            "Host memory could not be pinned (%s; %s bytes on top of %s): copies from and to it are slower and do not "
-            "overlap. The limit of locked memory (ulimit -l) is %s.",
+            "Host memory could not be pinned (%s; %s bytes in addition to %s bytes): copies from and to it are slower "
+            "and do not overlap. The limit of locked memory (ulimit -l) is %s: raise it if it is too low.",
             reason, f"{size:,}", f"{self.mapped_bytes - size:,}", limit,
         )  # fmt: skip
 

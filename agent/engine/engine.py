@@ -60,7 +60,9 @@ class Engine:
         effective: EffectiveKnobs,
         store: TierStore | None = None,
     ) -> None:
-        """`effective`: the first values of the knobs. `store`: the storage paths."""
+        """effective: the values of the knobs in the first step.
+        store: the storage paths; None without paths.
+        """
         self.params, self.layouts, self.device = list(params), list(layouts), device
         self.shards = [shard_of(param) for param in params]
         """This rank's shard of each parameter: the whole parameter if it is not divided among ranks."""
@@ -171,9 +173,10 @@ class Engine:
         return PlanInFlight(plan, effective, time.monotonic())
 
     def stage(self) -> None:
-        """Allocates device and host memory for the next plan, with the present knobs, before this plan starts. It
-        starts in the hook of the first gradient: then activations fill most of the device, and pinning host memory
-        would take long. Does nothing while a plan is in flight: its memory is allocated already."""
+        """Allocates device and host memory for the next plan, with the present knobs. Called before the hook of the
+        first gradient starts the plan, because an allocation in that hook would be late: activations then fill most of
+        the device, and pinning host memory takes long. Does nothing while a plan is in flight: its memory is allocated
+        already."""
         if self._flight is None:
             self.planner.stage(self.effective)
 
@@ -253,16 +256,17 @@ class Engine:
         return flight.stepped
 
     def fail_uncounted_step(self, error: BaseException) -> None:
-        """Makes the engine unusable until a complete state is loaded: `error` has interrupted the caller of `step`
-        after the update began and before its step was counted, so that state and step counts may not match."""
+        """Makes the engine unusable until a complete state is loaded. Called when the error `error` has interrupted the
+        caller of `step` after the update began, but before the optimizer counted the step: state and step counts may
+        then not match."""
         if self.usable:
             self._fail(error)
 
     def _replan_if_changed(self) -> None:
         """Drops the plan and starts another one if weights were edited or knobs were changed since the plan was made.
 
-        A plan with released gradients cannot be dropped, as only the plan has them. Then changed knobs have to wait for
-        the next step, and edited weights raise EngineError.
+        A plan for which gradients were released cannot be dropped, because these gradients no longer exist in `.grad`.
+        Then changed knobs are used from the next step on, and edited weights raise EngineError.
         """
         edited = self.weights.edited()
         if self.gradients.any_released:

@@ -11,7 +11,7 @@ from tidegate.plan import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of one engine. Those that `Offload` has, too, are explained there."""
+    """Settings of one engine. Fields that `Offload` has, too, are described in the docstring of `Offload`."""
 
     num_slots: int
     """Number of staging slots on the device. A slot is a buffer for the state of one subgroup during its update

@@ -54,7 +54,8 @@ class OpRunner(Protocol):
 
 
 class Executor:
-    """Runs one plan at a time on persistent lane threads. A single thread must start, step and finish the plans."""
+    """Runs one plan at a time on lane threads that exist until `close`. Threads must not call `start`, `step`, `finish`
+    and `cancel` at the same time."""
 
     def __init__(
         self,
@@ -263,8 +264,8 @@ class Executor:
             )
 
     def _take(self, lane: str) -> tuple[PlanProgress, RunningOp, list[Event]]:
-        """Begins the next op of the lane; returns it with the events that the lane must wait for. The caller must hold
-        the lock."""
+        """Begins the next op of the lane. Returns the progress of the plan, the op, and the events that the lane must
+        wait for before the op. The caller must hold the lock."""
         progress = self._current()
         op = progress.pending[lane].popleft()
         waits = [progress.issued[dep].event for dep in op.deps]

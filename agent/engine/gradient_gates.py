@@ -34,11 +34,12 @@ class GradientGates:
         return self._last_order if len(self._last_order) == len(self._layouts) else None
 
     def begin_plan(self) -> None:
-        """Forgets the arrivals of the last plan."""
+        """Deletes the record of the gradients that have arrived, which is from the last plan."""
         self._arrived.clear()
 
     def open(self, subgroups: Sequence[int]) -> None:
-        """Lets ops begin that wait for the gradients of these subgroups (opens their gates), and records the order."""
+        """Lets ops begin that wait for the gradients of these subgroups (opens their gates), and records that the
+        gradients have arrived, in this order."""
         self._arrived.update(dict.fromkeys(subgroups))
         if subgroups:
             self._executor.gradient_ready(subgroups)
@@ -52,5 +53,6 @@ class GradientGates:
         ] if self._gradients.mode == "keep" else []  # fmt: skip
 
     def end_step(self) -> None:
-        """Keeps the order of this step for the next plan."""
+        """Stores the order in which gradients have arrived in this step (see `order`): the next plan expects the same
+        order."""
         self._last_order = tuple(self._arrived)

@@ -50,7 +50,7 @@ def stop_all() -> None:
         try:
             threads_owner.stop_before_exit(deadline)
         except Exception:
-            log.exception("the lanes of an optimizer did not end")
+            log.exception("the lanes of an optimizer could not be stopped at the end of the process")
     _wait_for_gloo(time.monotonic() + LONGEST_WAIT_SECONDS)
 
 

@@ -29,8 +29,9 @@ class StateMemory:
     `mirror_valid` whether the mirror of its weight in host memory equals the weight.
 
     num_slots: number of staging slots on the device.
-    slot_gradients: whether each of them also has room for a spilled gradient, behind the room for the state.
-    store: the storage paths.
+    slot_gradients: whether each staging slot on the device also has room for a spilled gradient, behind the room for
+        the state.
+    store: the storage paths; None without paths.
     host_slots: number of staging slots in host memory by path.
     """
 
@@ -98,8 +99,8 @@ class StateMemory:
     # ---- addresses
 
     def on_host(self, place: BufferId) -> int:
-        """The address of a buffer in host memory. `place` names the buffer as ops do (in `Op.host_state`,
-        `Op.host_weight` and `Op.host_grad`)."""
+        """The address of a buffer in host memory. `place`: kind of the buffer, and number of its subgroup or host slot,
+        as in `Op.host_state`, `Op.host_weight` and `Op.host_grad`."""
         kind, number = place
         if kind.startswith("host_slot"):
             state, weight, _ = self._host_slot_bytes
@@ -140,8 +141,8 @@ class StateMemory:
         return residents, self._num_slots * sum(slot)
 
     def stage(self, placements: Sequence[Placement]) -> None:
-        """Allocates the memory of the next step, except host buffers for state if the run has storage paths: weight
-        mirrors and gradient buffers for the CPU, slots, residents. Frees residents that were allocated for a plan that
+        """Allocates memory of the next step: weight mirrors, gradient buffers on the host, staging slots, residents
+        and, in a run without storage paths, host buffers for state. Frees residents that were allocated for a plan that
         is no longer wanted."""
         for s in [s for s in self._allocated_ahead if placements[s].after != "device"]:
             self._allocated_ahead.discard(s)
@@ -205,8 +206,9 @@ class StateMemory:
         return self.store.flushed_to(subgroup)
 
     def keep_on_host(self, subgroup: int, place: BufferId) -> bool:
-        """Keeps the state in the host buffer `place` in host memory after this step, because no path accepts it.
-        Returns False, with nothing done, if host memory is too small."""
+        """Makes the state in the host buffer `place` stay in host memory after this step, because no path accepts it.
+        If the buffer is a host slot, the state is copied out of it. Returns False, with nothing done, if there is no
+        host memory for the copy."""
         layout, nbytes = self.layouts[subgroup], state_buffer_bytes(self.layouts[subgroup])
         if place != ("host_state", subgroup):
             if nbytes > host_available_bytes():
@@ -218,8 +220,8 @@ class StateMemory:
         return True
 
     def forget_stored(self) -> None:
-        """Discards all state, because it will be replaced: state on paths counts as zeros from now on and is not read.
-        State on a retired path has no place until `place_new_subgroups` is called."""
+        """Discards all state on paths, because it will be replaced: it counts as zeros from now on and is not read.
+        Does nothing without paths. State on a retired path has no place until `place_new_subgroups` is called."""
         self._kept_on_host.clear()
         for layout in self.layouts:
             s, lives = layout.id, self.residence[layout.id]

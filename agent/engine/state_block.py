@@ -13,8 +13,8 @@ from tidegate.plan.slot_sizes import whole_pages
 
 @dataclass(frozen=True, slots=True)
 class StateAddresses:
-    """Addresses of the three arrays in one block of state; `aux` (remainder or fp32 master) is 0 when the format has
-    none."""
+    """Addresses of the arrays in one block of state: both moments (`exp_avg`, `exp_avg_sq`) and `aux`, the remainder or
+    the fp32 master. `aux` is 0 if the format of the weights needs neither."""
 
     exp_avg: int
     exp_avg_sq: int
@@ -28,7 +28,8 @@ def state_addresses(layout: Layout, block: int) -> StateAddresses:
 
 
 def state_arrays(block: torch.Tensor, numel: int, weight: WeightFormat) -> dict[str, torch.Tensor]:
-    """The named arrays in one block of state: views of `block`, a tensor of bytes, of `numel` elements each."""
+    """The arrays in one block of state by name: `exp_avg`, `exp_avg_sq` and, for 16-bit weights, `remainder` or
+    `master`. Each is a view of `block`, a tensor of bytes, and has `numel` elements."""
     n = numel
     arrays = {"exp_avg": block[: 4 * n].view(torch.float32), "exp_avg_sq": block[4 * n : 8 * n].view(torch.float32)}
     if weight == WeightFormat.BF16_REMAINDER:

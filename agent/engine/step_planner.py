@@ -1,4 +1,5 @@
-"""Makes the plan of each step from the knobs, and takes the memory and the space on paths that the plan needs."""
+"""Makes the plan of each step from the knobs, allocates the memory that the plan needs, and reserves its space on
+paths."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MAX_PLANS = 16
 
 
 class StepPlanner:
-    """Plans the steps of one engine."""
+    """Makes the plans of one engine's steps, and allocates the memory and space that they need."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class StepPlanner:
         self._path_speeds = StablePathSpeeds()
 
     def extend(self, layouts: Sequence[Layout]) -> None:
-        """Appends subgroups."""
+        """Adds the subgroups of `layouts` to the plans that are made from now on, and empties the cache of plans."""
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
         self._largest_gradient_bytes = max(self._largest_gradient_bytes, _largest_gradient_bytes(layouts))
         self._plans.clear()
@@ -63,7 +64,7 @@ class StepPlanner:
 
     def observe_step_delay(self, seconds: float) -> None:
         """Records that `step()` was called `seconds` after the start of its plan. Does nothing without storage paths,
-        because only they use this time."""
+        because only plans with ops on paths use this time."""
         if self._memory.store is not None:
             self._step_delay.observe(seconds)
 
@@ -89,10 +90,11 @@ class StepPlanner:
         self._memory.stage(self._placements(decided.processors, after, room_bytes))
 
     def prepare(self, effective: EffectiveKnobs, gradient_order: tuple[int, ...] | None) -> tuple[Plan, int]:
-        """Makes the plan of the next step, and allocates all memory and all space on paths that it needs.
+        """Makes the plan of the next step, and allocates all memory and all space on paths that the plan needs.
 
-        Returns the plan, and the bytes that gradients may take on the device until they are used. gradient_order: the
-        subgroups in the order in which their gradients are expected; None if that is unknown.
+        effective: the knobs. gradient_order: the subgroups in the order in which their gradients are expected; None if
+        the order is unknown. Returns the plan, and the bytes of device memory that gradients may take until the update
+        has used them.
         """
         plans: list[tuple[Plan, int]] = []
 
@@ -107,8 +109,8 @@ class StepPlanner:
         return plans[0]
 
     def check(self, effective: EffectiveKnobs, headroom_bytes: int, more: Sequence[Layout] = ()) -> None:
-        """Checks that device, host memory and paths can hold the state with these knobs and with `more` additional
-        subgroups. Raises MemoryBudgetError, KnobError or CapacityError, with figures, if not.
+        """Checks that device, host memory and paths can hold the state with these knobs, including the state of the
+        additional subgroups `more`. Raises MemoryBudgetError, KnobError or CapacityError, with figures, if they cannot.
 
         headroom_bytes: device memory that the state must leave free.
         """
@@ -155,8 +157,9 @@ class StepPlanner:
         )
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
-        """Calls `attempt`, which places subgroups, and repeats it when a path is found to be full or unusable. The
-        store then accepts fewer subgroups for this path, so that the next attempt divides the subgroups in another way.
+        """Calls `attempt`, which places subgroups, and repeats the call when a path turns out to be full or unusable.
+        The store then accepts fewer subgroups for this path, so that the next attempt divides the subgroups in another
+        way.
 
         Raises CapacityError if the paths are too small, or the error of the last path.
         """
@@ -169,7 +172,11 @@ class StepPlanner:
     def _plan(
         self, placements: tuple[Placement, ...], order: StepOrder, gradient_order: tuple[int, ...] | None
     ) -> Plan:
-        """The plan from the cache, or a new plan that is verified."""
+        """Returns the plan for these placements: from the cache, or a new plan, which is verified and stored there.
+
+        order: order in which the subgroups are updated. gradient_order: the subgroups in the order in which their
+        gradients are expected; None if the order is unknown.
+        """
         if self._memory.store is not None:
             self._path_speeds.observe(self._memory.store.speeds)
         settings, step_at = self._settings, self._step_delay.step_at

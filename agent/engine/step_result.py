@@ -21,9 +21,9 @@ class StepResult:
     stepped: tuple[int, ...]
     """Numbers of the parameters that were updated."""
     num_dropped: int = 0
-    """Number of spans that belong to plans which were dropped before `step()`. They are the first ones in `spans`;
-    their op ids are ids of the dropped plans, not of `plan`."""
+    """Number of spans at the start of `spans` that belong to plans which were dropped before `step()`. The op ids of
+    these spans are ids of the dropped plans, not of `plan`."""
     bad_params: tuple[int, ...] = ()
     """If the step was skipped: parameters whose gradients are not finite on this rank."""
     scaled: bool = False
-    """Whether a GradScaler has found gradients that are not finite."""
+    """Whether a GradScaler has found gradients that are not finite, so that the step was skipped."""

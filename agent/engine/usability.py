@@ -1,5 +1,5 @@
-"""Whether an engine can be used: not in a forked child, and not after a failure that left weights or state
-incomplete."""
+"""Records whether an engine can be used. It cannot be used in a forked child, or after a failure that left weights or
+state incomplete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidegate.errors import EngineError
 
 
 class Usability:
-    """Whether one engine can be used, and if not, the reason."""
+    """Records whether one engine can be used and, if it cannot, the reason."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -37,7 +37,9 @@ class Usability:
         if not self.is_in_own_process or self._executor.closed:
             self.require()
         if self._executor.stuck:
-            raise EngineError(f"A lane is stuck ({self.problem}) and may still use its memory: build a new optimizer.")
+            raise EngineError(
+                f"A lane is stuck ({self.problem}) and may still use this optimizer's memory: build a new optimizer."
+            )
 
     def require(self) -> None:
         """Raises EngineError, with the reason, if the engine cannot make steps and its state cannot be read."""
@@ -54,8 +56,8 @@ class Usability:
 
     @contextmanager
     def replacing_state(self) -> Iterator[None]:
-        """Context manager in which the state is replaced: if that fails half-way, the engine is not usable until a
-        whole state is loaded."""
+        """Context manager for code that replaces the state. If the code raises, the engine cannot be used until a
+        complete state is loaded."""
         try:
             yield
         except BaseException as error:

@@ -21,7 +21,8 @@ class WeightEdits:
     """Detects edited weights: by address and version of each weight and, because an edit through `.data` changes
     neither, by samples of its elements.
 
-    `params`: this rank's shards of all parameters. This is the list of the engine, to which the engine appends.
+    `params`: this rank's shards of all parameters. It is the engine's own list and not a copy: parameters that are
+    added to the engine later are in it, too.
     """
 
     def __init__(self, device: Device, memory: StateMemory, params: Sequence[torch.Tensor]) -> None:
@@ -69,16 +70,16 @@ class WeightEdits:
         }  # fmt: skip
 
     def adapt_to_edits(self, by_data: bool = True, reading: bool = False) -> None:
-        """Adapts the stored state to edited weights: marks their copies in host memory (mirrors) as outdated, and sets
-        their remainders to 0 or their fp32 masters to the weight. A weight that holds the same bits in other memory was
-        moved, not edited: only its mirror is copied again.
+        """Adapts the stored state to edited weights: marks the copies of these weights in host memory (mirrors) as
+        outdated, and sets their remainders to 0 or their fp32 masters to the weight. A weight that holds the same bits
+        in other memory was moved, not edited: only its mirror is copied again.
 
         by_data: also finds edits through `.data`. On a GPU this waits for the work that the framework has enqueued.
         reading: True if the state will only be read, without an update. The state of weights with another dtype is then
             left unchanged.
 
-        Raises ParameterError if a weight has another dtype, shape or memory format than before, because its state is in
-        another order.
+        Raises ParameterError if a weight has another dtype, shape or strides than before, because its stored state has
+        the old format.
         """
         edited = self.edited(by_data)
         if reading:
@@ -121,11 +122,12 @@ class WeightEdits:
         self._samples.set_tensors(dict(enumerate(self._params)))
 
     def _reset_aux(self, layout: Layout, only: set[int] | None = None, moved: Collection[int] = ()) -> None:
-        """Resets the remainders or fp32 masters of a subgroup to what the present weights give: of all parameters, or
-        only of those in `only`.
+        """Sets the remainders of a subgroup to 0, or its fp32 masters to the present weights.
 
-        `moved`: parameters whose address may have changed, but not their samples (see `Fingerprints`). Of these,
-        only masters that do not round to their weight are reset, because other elements may have been edited.
+        only: numbers of the parameters for which this is done; None for all parameters.
+        moved: numbers of parameters whose samples (see `Fingerprints`) are unchanged, although their address may have
+            changed. Their remainders stay. Their masters stay, too, except where a master does not round to the weight:
+            this element was edited.
         """
         if not layout.format.aux_bytes:
             return

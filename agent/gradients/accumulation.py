@@ -119,7 +119,7 @@ class HostSums:
             done.exception()
 
     def host_bytes(self) -> int:
-        """Bytes of host memory of all buffers."""
+        """Bytes of host memory that the buffers of all sums take, including the buffer for copies."""
         buffers = [*tuple(self._sums.values()), *([] if self._staging is None else [self._staging])]
         return sum(buffer.numel() for buffer in buffers)
 
@@ -192,7 +192,7 @@ def host_bytes(params: Sequence[torch.Tensor], accumulation: Accumulation) -> in
 
 
 def check_fits(params: Sequence[torch.Tensor], accumulation: Accumulation) -> None:
-    """Raises MemoryBudgetError, with figures, if the sums do not fit in host memory."""
+    """Raises MemoryBudgetError, with figures, if the sums of these parameters' gradients do not fit in host memory."""
     needed, available = host_bytes(params, accumulation), host_available_bytes()
     if needed > available:
         raise MemoryBudgetError(

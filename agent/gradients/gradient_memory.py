@@ -42,7 +42,7 @@ class GradientMemory:
             self._reads_left, self._room_bytes = list(reads), room_bytes
 
     def add(self, param: int, nbytes: int) -> None:
-        """Counts a gradient that has arrived."""
+        """Adds the bytes of a gradient that has arrived to the count. param: number of its parameter."""
         with self._lock:
             self._held_bytes += nbytes - self._bytes.get(param, 0)
             self._bytes[param] = nbytes
@@ -56,15 +56,16 @@ class GradientMemory:
 
     @property
     def full(self) -> bool:
-        """Whether one more gradient would not fit, if it is as large as the largest one so far. At most half of the
-        room is kept free for this gradient: with more, reads of gradients and the backward would never overlap."""
+        """Whether there is no memory left for one more gradient of the size of the largest gradient so far. At most
+        half of the memory for gradients is kept free for it; otherwise, with one very large gradient, the backward
+        would wait for every read of a gradient."""
         return (
             bool(self._bytes) and self._held_bytes + min(self._largest_bytes, self._room_bytes // 2) > self._room_bytes
         )
 
     def wait_for_oldest(self) -> bool:
-        """Waits for the end of the oldest issued read, and stops counting the gradients that need no other read.
-        Returns False if there is no issued read."""
+        """Waits until the oldest issued op that reads gradients is done, and stops counting those gradients that no
+        other op will read. Returns False if no such op was issued."""
         with self._lock:
             if not self._issued:
                 return False
@@ -78,7 +79,7 @@ class GradientMemory:
         return True
 
     def forget(self) -> None:
-        """Resets all counts, because the gradients were used or dropped."""
+        """Removes all gradients from the count, because they were used or dropped."""
         with self._lock:
             self._forget()
 

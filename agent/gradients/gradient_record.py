@@ -1,4 +1,4 @@
-"""Records a gradient at its arrival, and detects later changes of it; checks gradients."""
+"""Records each gradient when it arrives, detects later changes of it, and checks that it fits its weight."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ through `.data` or NumPy."""
 
 @dataclass(eq=False, slots=True)
 class GradientRecord:
-    """A gradient as it was when it was recorded. While this object exists, the memory of the gradient is not used for
-    another one.
+    """A gradient as it was when it was recorded. While this object exists, the memory of the gradient is not reused.
 
     tensor: the gradient.
-    identity: the identity of `tensor`; None if changes of it cannot be detected.
+    identity: address, version, dtype, shape and strides of `tensor` (`TensorIdentity`); None if changes of `tensor`
+        cannot be detected.
     dense: the same numbers in the order of the weight's storage, usually in the same memory. This is another tensor
         object, because `tensor` can get other memory by `.data = …` or `set_`.
     ready: the event after which the numbers are valid.
@@ -37,12 +37,13 @@ class GradientRecord:
     sample: torch.Tensor | None = None
 
     def is_unchanged(self, grad: torch.Tensor) -> bool:
-        """Whether `grad` is the recorded tensor with the same memory, and torch knows of no change."""
+        """Whether `grad` is the recorded tensor, and its address, version, dtype, shape and strides are unchanged."""
         return grad is self.tensor and self.identity is not None and self.identity == identity_of(grad)
 
 
 def identity_of(grad: torch.Tensor) -> TensorIdentity:
-    """The identity of a gradient. Called for every gradient in every step, so it must be cheap."""
+    """Returns address, version, dtype, shape and strides of a gradient, by which changes of it are detected. Called for
+    every gradient in every step, so it must be cheap."""
     version = 0 if grad.is_inference() else grad._version
     return grad.data_ptr(), version, grad.dtype, grad.shape, grad.stride()
 
@@ -72,7 +73,8 @@ def check_gradient(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None
 
 
 def as_stored(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient in the order of the weight's storage; a copy if its own order is another."""
+    """Returns the gradient with its elements in the order of the weight's storage: `grad` itself if it has this order,
+    else a copy."""
     if grad.stride() == weight.stride() or (grad.is_contiguous() and weight.is_contiguous()):
         return grad
     copied = torch.empty_like(weight, dtype=grad.dtype, memory_format=torch.preserve_format)

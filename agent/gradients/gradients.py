@@ -1,13 +1,13 @@
 """Tracks the gradients of the framework for the engine: when they are ready, and whether they changed after a copy.
 
-Only the thread that runs the backward or `step()` reads `.grad`; lanes use its records (`GradientRecord`). Autograd
+Only the thread that runs the backward or `step()` reads `.grad`; lanes use records of it (`GradientRecord`). Autograd
 replaces `.grad` without the interpreter lock (GIL), so that another thread could read an inconsistent pointer.
 
 Mode `keep`: gradients stay in `.grad`. Copies before `step()` are speculative: a copy is valid if `records_of` still
 gives the records that were copied.
 Mode `release`: the engine owns a gradient that has arrived, and `.grad` holds a placeholder (`ReleasedGradient`). The
 memory is released when the last op that reads the gradient was issued. Gradients of backward passes before the last one
-of a step stay in `.grad` or, with `sums`, are added up on the host and copied back once.
+of a step stay in `.grad` or, with `accumulation="host"`, are added up on the host and copied back once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _ArrivalCount:
 
 
 class Gradients:
-    """Tracks the gradients of one optimizer. Mode `keep` leaves them in `.grad`; mode `release` takes them from it.
+    """Tracks the gradients of one optimizer. In mode `keep`, gradients stay in `.grad`; in mode `release`, the engine
+    takes each gradient out of `.grad` and frees its memory early.
 
     speculative: whether gradients may be copied before `step()` in mode `keep`.
     """
@@ -152,8 +153,8 @@ class Gradients:
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def add_to_sum(self, param: int) -> None:
-        """Adds a gradient of a backward that is not the last of its step to the sum on the host; without sums it stays
-        in `.grad`."""
+        """Adds the gradient of a parameter, from a backward that is not the last of its step, to its sum on the host.
+        If there are no sums on the host, the gradient stays in `.grad`."""
         whole = self._params[param]
         if self.sums is None or whole.grad is None:
             return
@@ -198,8 +199,8 @@ class Gradients:
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def reduced_are_written(self) -> None:
-        """To be called when the gradients that were given to `reduced` are in `.grad`. Later changes of `.grad` are
-        then detected."""
+        """Records that the gradients which were given to `reduced` are in `.grad` now, so that later changes of `.grad`
+        are detected."""
         with self._lock:
             params, self._reduced = self._reduced, []
         for param in params:
@@ -214,8 +215,8 @@ class Gradients:
         return all(self._counts[s.param].count >= self._counts[s.param].expected for s in layout.segments)
 
     def refresh(self) -> None:
-        """To be called when `step()` begins: adds the sums on the host to `.grad`, and records the gradients that are
-        in `.grad` now, with all changes since they arrived."""
+        """Adds the sums on the host to `.grad`, and records the gradients that are in `.grad` now, with all changes
+        since they arrived. To be called when `step()` begins."""
         for param in self.params_with_sums:
             self._restore_sum(param)
         for index, param_ in enumerate(self._params):
@@ -262,7 +263,8 @@ class Gradients:
 
     def _drop_changed_records(self) -> None:
         """Drops the records of gradients that were changed or replaced since they were recorded. Samples are compared
-        only if the gradient is still in the same memory, because other memory may be freed already."""
+        only for gradients that are still in the recorded memory, because memory that is no longer in use may be
+        freed."""
         for param, arrived in enumerate(self._current):
             grad = self._params[param].grad
             if arrived is not None and (grad is None or not arrived.is_unchanged(shard_of(grad))):
@@ -316,12 +318,13 @@ class Gradients:
 
     @property
     def any_released(self) -> bool:
-        """Whether some gradients are released and exist only in the plan in flight: if it is dropped, they are lost."""
+        """Whether some gradients are released and held only for the running plan: if this plan is dropped, these
+        gradients are lost."""
         return self.mode == "release" and any(self._present)
 
     def expect_reads(self, layouts: Sequence[Layout], room_bytes: int) -> None:
-        """Sets which reads of gradients the new plan makes, so that the memory of a gradient is released after its last
-        read. To be called when a plan begins.
+        """Counts how often the ops of a new plan will read each gradient, so that the memory of a gradient is released
+        after its last read. To be called when a plan begins.
 
         layouts: the subgroup of each op that reads gradients on the device, once for each op. A gradient that spans
             several subgroups is read once in each of them.

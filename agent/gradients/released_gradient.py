@@ -12,8 +12,8 @@ from tidegate.errors import ParameterError
 
 
 class ReleasedGradient(torch.Tensor):
-    """Placeholder in `.grad` for a gradient that was released. It has no memory, and every use of it raises
-    ParameterError."""
+    """Placeholder in `.grad` for a gradient that was released. It has shape, dtype and device, but no memory: every
+    torch operation on it raises ParameterError."""
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> ReleasedGradient:
@@ -37,7 +37,7 @@ class ReleasedGradient(torch.Tensor):
 
 
 def _use_refused(what: object) -> ParameterError:
-    """The error for a use of the placeholder."""
+    """Returns the error for a use of the placeholder. what: the operation that was tried."""
     return ParameterError(
         f"{what} is not possible on a gradient that was released at its arrival (gradients='release'). Clip with "
         "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "

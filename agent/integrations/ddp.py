@@ -20,8 +20,8 @@ from tidegate.errors import ConfigError
 
 
 class _BucketReceiver:
-    """Optimizer whose engine is notified when buckets are reduced. It is held by a weak reference. Closed optimizers
-    get no notifications."""
+    """One optimizer whose engine is notified when DDP has reduced a bucket of gradients. The optimizer is held by a
+    weak reference, and is not notified after it was closed."""
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -38,8 +38,8 @@ class _BucketReceiver:
         return optimizer.engine if optimizer is not None and optimizer.engine.usable else None
 
     def begin(self, engine: Engine) -> None:
-        """Starts the engine's plan, if it is not started, before a bucket is reduced. At the end of the backward, the
-        engine is notified that `.grad` is written."""
+        """Starts the engine's plan, unless it is started already, and arranges that the engine is notified when DDP has
+        written `.grad` at the end of the backward. To be called before each bucket is reduced."""
         if engine is not self._numbered_by or len(engine.params) != len(self._numbers):
             self._numbers, self._numbered_by = {id(p): i for i, p in enumerate(engine.params)}, engine
         engine.start()
@@ -130,8 +130,8 @@ def _hook_of(model: DistributedDataParallel) -> _BucketHook:
 
 
 class DdpOverlap:
-    """Early copies of the gradients of a DDP model. Made by `overlap_ddp`; ended by `close()`, a `with` block or
-    `optimizer.close()`."""
+    """Handle for early copies: gradients of a DDP model are copied while its backward runs. Made by `overlap_ddp`;
+    ended by `close()`, a `with` block or `optimizer.close()`."""
 
     def __init__(self, optimizer: AdamW, model: DistributedDataParallel) -> None:
         optimizer._follow_params()
@@ -160,19 +160,19 @@ class DdpOverlap:
 
 
 def overlap_ddp(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: DistributedDataParallel) -> DdpOverlap:
-    """Copies gradients of a DDP model as its buckets are reduced, instead of after the backward. `close()` of the
-    returned handle ends this; so does `optimizer.close()`.
+    """Copies each gradient of a DDP model when DDP has reduced the bucket with it, instead of after the backward.
+    `close()` of the returned handle ends these early copies; so does `optimizer.close()`.
 
     optimizer: a `tidegate.AdamW`, or a wrapper of a framework that holds one.
     model: the DistributedDataParallel that holds the optimizer's parameters, or some of them.
 
-    Call it before the first backward. It uses DDP's communication hook, which later optimizers of the model share. A
-    second call for the same optimizer and model takes the place of the first. Changes of `.grad` between backward and
-    `step()` take effect, as without it.
+    Call this function before the first backward. It registers a communication hook, which all optimizers of the model
+    share. A second call for the same optimizer and model replaces the first handle. Changes of `.grad` between backward
+    and `step()` take effect, as they do without early copies.
 
-    ConfigError, with nothing changed, for another optimizer, for a model that is not a DistributedDataParallel, has no
-    parameter of the optimizer or has another communication hook, and with gradients="release", which would save
-    nothing: the buckets hold the gradients.
+    Raises ConfigError, with nothing changed, for another optimizer, and for a model that is not a
+    DistributedDataParallel, has no parameter of the optimizer, or has another communication hook. Raises it also with
+    gradients="release", which would save no memory, because DDP's buckets hold the gradients.
     """
     inner = unwrapped(optimizer, "overlap_ddp")
     _require_early_copies(inner, model)

@@ -1,4 +1,5 @@
-"""Integration with Lightning: a run that is attached while `fit` trains, with figures in the module's logger.
+"""Integration with Lightning: a callback attaches the optimizer to a run while `fit` trains, and writes figures of
+Tidegate to the module's logger.
 
     Trainer(…, callbacks=[TidegateCallback(run="llama-7b", daemon=url)])
 

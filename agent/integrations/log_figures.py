@@ -1,5 +1,5 @@
-"""Update and stall seconds between two entries of a framework's log, with a verdict: one sentence that says what the
-updates waited for."""
+"""Computes Tidegate's figures for the entries of a framework's log: the seconds of updates and of stalls since the last
+entry, and a verdict, which is one sentence that says what the updates waited for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.timeline.verdict import UpdateFigures, verdict
 
 PREFIX: Final = "tidegate_"
-"""Prefix of the names in a framework's log."""
+"""Prefix of the names of Tidegate's figures in a framework's log."""
 VERDICT: Final = f"{PREFIX}verdict"
 """Name of the verdict in a framework's log. It is the only value that is a sentence."""
 
 
 class LogFigures:
-    """Computes the figures of an attached optimizer for each entry of a log."""
+    """Computes the figures of one attached optimizer for a framework's log: seconds of updates and of stalls, and a
+    verdict on what the updates waited for."""
 
     def __init__(self, attachment: Attachment, optimizer: AdamW) -> None:
         self._attachment, self._optimizer = attachment, optimizer
@@ -66,7 +67,7 @@ class _Cumulative:
         return _Cumulative(self.step - before.step, self.update - before.update, stalls, gradient_arrival)
 
     def step_figures(self, attachment: Attachment) -> UpdateFigures:
-        """The sums as input of the function `verdict`."""
+        """Returns these sums in the form that the function `verdict` takes."""
         return UpdateFigures(
             step_seconds=self.step,
             update_seconds=self.update,

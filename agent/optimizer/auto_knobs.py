@@ -37,10 +37,10 @@ class AutoValues:
 
 
 def as_knob_values(effective: EffectiveKnobs, subgroups_by_path: Mapping[str, int] | None) -> dict[str, KnobValue]:
-    """Converts the values in use to knob values.
+    """Converts the values with which the engine works to knob values, by name of the knob.
 
-    subgroups_by_path: number of subgroups on each path; None if the run has no paths, and the knobs of paths are left
-    out.
+    subgroups_by_path: number of subgroups on each path, which becomes the value of `tier_split`; None if the run has no
+    paths: `tier_split`, `host_cache` and `order` are then left out.
     """
     values: dict[str, KnobValue] = {"stride": effective.stride, "static_ratio": effective.static_ratio}
     if subgroups_by_path is not None:

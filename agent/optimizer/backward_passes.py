@@ -19,7 +19,7 @@ NO_BACKWARD: Final = -1
 
 
 class BackwardPasses:
-    """The backward passes of one optimizer's parameters."""
+    """Records the backward passes of one optimizer's parameters as phases, and examines their autograd graphs."""
 
     def __init__(self, phases: PhaseRecorder) -> None:
         self._phases = phases
@@ -35,7 +35,11 @@ class BackwardPasses:
         return self._id == backward_id and self._phases.current == "backward"
 
     def began(self, param_groups: Sequence[Mapping[str, Any]], num_steps: int) -> None:
-        """To be called inside a backward pass: begins the phase `backward`, which lasts until the pass ends."""
+        """Begins the phase `backward`, which lasts until the backward pass ends, and in some of the steps examines the
+        autograd graph of the pass. To be called inside a backward pass.
+
+        num_steps: number of steps of the optimizer so far.
+        """
         self._phases.enter("backward")
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._id:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 _excluded_in: list[object] = []
-"""The function of Dynamo with which Tidegate was excluded, so that it is called only once; empty before that."""
+"""Empty until Tidegate is excluded; then it holds the function of Dynamo that was called to exclude it, so that this
+function is called only once."""
 
 
 def exclude_from_compilation() -> None:

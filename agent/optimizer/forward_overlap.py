@@ -25,8 +25,8 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 class ForwardOverlap:
-    """Overlap of updates with the forward of a model. Made by `overlap_forward`; ended by `close()`, a `with` block or
-    `optimizer.close()`."""
+    """Handle that keeps the overlap of updates with the forward of a model switched on. Made by `overlap_forward`;
+    ended by `close()`, a `with` block or `optimizer.close()`."""
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
         optimizer._follow_params()
@@ -102,8 +102,9 @@ class ForwardOverlap:
             self._learner.__enter__()  # type: ignore[no-untyped-call]
 
     def _finish_learning(self, *_: Any) -> None:
-        """Stores which weights the observed forward has read early, and switches the overlap on. Runs only if the
-        forward was completed."""
+        """Stores for which weights the whole model must wait, as the observed forward has shown: those that were read
+        before the unit that holds them was called, and those whose unit was not called. Then switches the overlap on.
+        Runs only if the forward was completed."""
         if self._learner is not None:
             self._read_early |= self._learner.read_early | (set(self._numbers.values()) - self._learner.called)
             self._optimizer.background = True
@@ -155,9 +156,10 @@ def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.
 
 
 def overlap_forward(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: torch.nn.Module) -> ForwardOverlap:
-    """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as it is certain
-    that the update will be done, and the next forward waits for each weight where the weight is read. Results
-    are the same, bit for bit. `close()` of the returned handle ends the overlap; so does `optimizer.close()`.
+    """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as the gradient
+    norm is known, while the update goes on; the next forward waits for each weight where the weight is read. Results
+    are the same as without overlap, bit for bit. `close()` of the returned handle, or `optimizer.close()`, ends the
+    overlap.
 
     optimizer: a `tidegate.AdamW` with `Offload(gradients="release")`, or a wrapper of a framework that holds one.
         Released gradients are needed because nothing else may write to gradients that an update still reads.
@@ -194,7 +196,7 @@ def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
     weight."""
     if optimizer.overlap is not None:
         raise ConfigError(
-            "overlap_forward was called for this optimizer before: call close() on the object that it returned first."
+            "overlap_forward was called for this optimizer before: first call close() on the object that it returned."
         )
     if optimizer.offload.gradients != "release":
         raise ConfigError(

@@ -13,11 +13,12 @@ from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 
 MIN_PARAMS: Final = 8
-"""Smallest number of parameters for which the time of the first gradient and the share from a single node are
-determined. With fewer parameters, the first gradient may come at the end of an ordinary backward, too."""
+"""Smallest number of parameters for which two figures are determined: the time of the first gradient, and the share of
+the gradients that come from a single node of the autograd graph. With fewer parameters, these figures say little: the
+first gradient may come at the end of an ordinary backward, too."""
 MAX_NODES: Final = 16
-"""Maximum number of graph nodes that are examined. A node that produces the gradients of the whole model is among the
-first nodes of its backward."""
+"""Maximum number of nodes of the autograd graph examined in one backward. A node that produces the gradients of
+the whole model is among the first nodes of its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class GradientArrival:
     copied_bytes: int = 0
     """Bytes of the gradients that were copied to the host, each gradient counted once."""
     recopied_bytes: int = 0
-    """Bytes of the copies that were repeated."""
+    """Bytes of the gradients that were copied to the host again, because they changed after their first copy."""
     backward_seconds: float = 0.0
     """Duration of the last backward pass of each step, without the time that the engine took in it."""
     first_seconds: float = 0.0
@@ -43,12 +44,13 @@ class GradientArrival:
 
     @property
     def recopied(self) -> float:
-        """Share of the gradients that were copied twice."""
+        """Share of the gradients, by bytes, that were copied to the host twice."""
         return self.recopied_bytes / self.copied_bytes if self.copied_bytes else 0.0
 
     @property
     def first_gradient(self) -> float:
-        """Share of the backward before its first gradient; 0 if no gradient is copied to the host."""
+        """Share of the time of the backward that passes before its first gradient; 0 if no gradient is copied to the
+        host."""
         return self.first_seconds / self.backward_seconds if self.copied_bytes and self.backward_seconds else 0.0
 
     def __add__(self, other: GradientArrival) -> GradientArrival:
@@ -71,7 +73,7 @@ class GradientArrival:
 
 
 def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArrival:
-    """The figures of one step."""
+    """Returns the figures about the arrival of gradients in one step."""
     copied: dict[int, int] = {}
     again = 0
     for span in result.spans[result.num_dropped :]:
@@ -86,11 +88,12 @@ def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArriv
 
 def single_node_share(node: Any, params: Collection[Any]) -> float:
     """Largest share of the elements of these parameters whose gradients come from a single node of the autograd graph.
-    Examines the first MAX_NODES nodes of a backward, from `node` on. `torch.compile` makes such a node of each region
-    that it compiles.
+    Examines the first MAX_NODES nodes of a backward, from `node` on. `torch.compile` turns each region that it compiles
+    into a single node.
 
-    Measured times cannot show this: when a backward is brief, or only enqueued by the host, the hooks between two
-    gradients of the same node take longer than the work before the first gradient.
+    The share is computed from the graph, because measured times do not show whether gradients come from the same node:
+    if a backward is brief, or only enqueued by the host, the hooks between two gradients of one node take longer than
+    the work before the first gradient.
     """
     nodes, largest = [node], 0
     for node in itertools.islice(nodes, MAX_NODES):

@@ -23,7 +23,8 @@ def automatic_cache_bytes(
     """Bytes for the host cache: 90 % of the host memory that is free now, minus the other host buffers of the engine; 0
     without paths.
 
-    The ranks of a host share the free memory equally. held_bytes: host memory that the engine has already.
+    The ranks of a host share the free memory equally. held_bytes: host memory that the engine has already; it counts as
+    free.
     """
     if not offload.paths:
         return 0

@@ -25,15 +25,16 @@ TORCH_DEFAULTS: Mapping[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""Further keys of torch's param groups, with their defaults. Param groups have the same keys as in torch, so that
-states can be exchanged with torch. `foreach` and `fused` choose among torch's implementations and are ignored here."""
+"""Keys of torch's param groups besides lr, betas, eps and weight_decay, with their defaults. Param groups have the same
+keys as in torch, so that states can be exchanged with torch. `foreach` and `fused` choose among torch's implementations
+and are ignored here."""
 
 UNSUPPORTED_OPTIONS = {
     "amsgrad": "it needs another state",
     "capturable": "an offloaded update cannot be captured in a CUDA graph",
     "differentiable": "an offloaded update is outside of autograd",
 }
-"""Options that must not be true, with the reason."""
+"""Options of torch's AdamW that Tidegate does not support, each with the reason."""
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -117,10 +118,10 @@ def called_by_grad_scaler() -> bool:
 
 
 def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) -> float:
-    """The factor with which all gradients are multiplied: `unscale`, and the factor that clips to `max_grad_norm`
-    (None: no clipping).
+    """Returns the factor by which all gradients are multiplied: `unscale` times the factor that clips their norm.
 
-    norm: norm of the gradients before they are multiplied with `unscale`. `max_grad_norm` applies to the norm after it.
+    norm: norm of the gradients before they are multiplied by `unscale`. unscale: inverse of the loss scale.
+    max_grad_norm: limit of the norm after the multiplication by `unscale`; None for no clipping.
     """
     return unscale if max_grad_norm is None else unscale * float(clip_scale(norm * unscale, max_grad_norm))
 
@@ -137,7 +138,7 @@ def step_inputs(
     GradScaler skips it. Hyperparameters are copied, so that later changes of `groups` have no effect.
 
     steps: number of updates that each parameter has had.
-    make_scalars, make_factor: compute scalars and factor; called like the functions that are the defaults.
+    make_scalars, make_factor: functions that compute scalars and factor, with the signatures of the default functions.
     """
     snapshots = [_snapshot_group(group) for group in groups]
     cache: dict[tuple[int, int, float], Scalars] = {}

@@ -1,5 +1,5 @@
-"""Logs warnings about steps that change no weight, less often when this happens repeatedly, and one warning about
-parameters that no step changes."""
+"""Logs warnings about steps that change no weight, and one warning about parameters that no step changes. If such steps
+repeat, only the 1st, 10th, 100th and every 1000th is logged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ UPDATES_BEFORE_UNTRAINED_WARNING = 20
 
 
 class IneffectiveStepWarnings:
-    """Counts ineffective steps and logs warnings. `name` gives the name of a parameter by its number."""
+    """Counts steps that change no weight (ineffective steps), and logs warnings about them. `name`: function that
+    returns the name of a parameter by its number."""
 
     def __init__(self, name: Callable[[int], str]) -> None:
         self.num_skipped = 0
@@ -93,10 +94,11 @@ class IneffectiveStepWarnings:
         count = self._empty_in_a_row - EMPTY_STEPS_ALLOWED + 1
         if count > 0 and _is_due(count):
             log.warning(
-                "step() found no gradient on any of the %d parameters, %d times in a row: nothing is trained. If the "
-                "loss has a backward, the model has other parameters than the optimizer: they were exchanged after it "
-                "was built (fully_shard, a wrapper, another model). Build the optimizer from the model that is "
-                "trained, or give both to accelerator.prepare() together. The first of its parameters is %s.",
+                "step() found no gradient on any of the %d parameters, %d times in a row: nothing is trained. If "
+                "backward() is called before step(), the model no longer has the optimizer's parameters: they were "
+                "replaced after the optimizer was built (fully_shard, a wrapper, another model). Build the optimizer "
+                "from the model that is trained, or give both to accelerator.prepare() together. The optimizer's "
+                "first parameter is %s.",
                 num_params, self._empty_in_a_row, self._name(0),
                 extra=event("no_gradients", steps=self._empty_in_a_row),
             )  # fmt: skip
@@ -118,7 +120,7 @@ class IneffectiveStepWarnings:
 
 
 def _is_due(count: int) -> bool:
-    """True for the 1st, 10th and 100th occurrence, then for every 1000th."""
+    """Whether a warning is logged at occurrence number `count`: the 1st, 10th and 100th, then every 1000th."""
     return count in (1, 10, 100) or count % 1000 == 0
 
 

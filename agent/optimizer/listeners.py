@@ -1,4 +1,5 @@
-"""The objects that an optimizer closes together with itself, or tells of changes of its parameters and its state."""
+"""Interfaces of the objects that an optimizer closes together with itself, or informs about changes of its parameters
+and its state."""
 
 from __future__ import annotations
 

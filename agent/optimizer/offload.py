@@ -61,10 +61,11 @@ class Offload:
         (word; default "device").
     gradient_memory_bytes: with "release", device memory for gradients. Gradients that wait for the update and do not
         fit are spilled to the host and copied back with their state; a backward waits for copies while its next
-        gradient would not fit. 0 for the memory that weights, state and headroom leave. This does not count
-        activations: set it, or `headroom_bytes`, where activations take much of the device (bytes; default 0).
-    policy: "interleaved" runs copies and updates at the same time. Baselines: "sequential" runs them one at a
-        time; "twinflow" too, and updates on the device only what has its state there (word; default "interleaved").
+        gradient would not fit. 0 for the memory that weights, state and headroom leave; activations are not counted,
+        so set this or `headroom_bytes` if activations take much of the device (bytes; default 0).
+    policy: "interleaved" runs copies and updates at the same time. Two other policies are baselines: "sequential" runs
+        copies and updates one at a time; "twinflow" also runs one at a time, and updates on the device only subgroups
+        whose state stays there (word; default "interleaved").
     watchdog_seconds: longest duration of one op (a copy, an update, a read, a write), more than 0; LaneStuckError is
         raised if it takes longer (seconds; default 120.0).
     paths: storage for state that is neither on the device nor in host memory: directories or "s3://bucket/prefix", by

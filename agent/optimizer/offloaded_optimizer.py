@@ -118,7 +118,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.gradients.watch(self._gradient_arrived)
 
     def wait(self) -> None:
-        """Waits until all weights are updated; needed where `step()` returns earlier (`tidegate.overlap_forward`)."""
+        """Waits until the update of all weights is done. This is needed with `tidegate.overlap_forward`, with which
+        `step()` returns before the end of the update."""
         with self.phases.exposed():
             self._step_results.wait_for_update()
         self._step_results.deliver(background=self.background)
@@ -195,8 +196,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._auto.effective(knobs, self.offload.policy)
 
     def _automatic_cache_bytes(self) -> int:
-        """Bytes that `auto` allows for the host cache, from the host memory that is free now or taken by this
-        optimizer."""
+        """Bytes of the host cache when `host_cache` is `auto`, computed from the host memory that is free now or that
+        this optimizer uses already."""
         held_bytes = sum(self.engine.memory.host_bytes().values())
         return automatic_cache_bytes(self.offload, self.engine.shards, self.engine.layouts, held_bytes)
 
@@ -284,7 +285,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _rebuild_engine(self, params: list[torch.nn.Parameter], moved: str) -> None:
         """Builds engine and device again for the present `params`, and transfers settings, state, hooks and
-        attachment."""
+        attachment. `moved`: name of the first parameter that was moved or replaced, for the text of errors."""
         self._step_results.wait_for_update()
         mapping = ParameterMapping(params, self._params)
         check_transferable(self.engine, any(self._steps), moved, self._param_records.are_reordered(params))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ParameterMapping:
-    """Maps the present parameters to their numbers before a change of the param groups."""
+    """Maps each present parameter to the number that it had before the param groups were changed."""
 
     def __init__(self, params: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
         known = {id(param): number for number, param in enumerate(before)}

@@ -53,7 +53,11 @@ class OffloadedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> OffloadedTensor:
-        """like: tensor with the shape and the strides of the new one. read: function that loads the values."""
+        """Creates the tensor, which has no memory of its own.
+
+        like: tensor with the same shape and strides. dtype: dtype of the new tensor. read: function that loads the
+        values.
+        """
         made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu")
         )
@@ -138,8 +142,8 @@ def _with_values(value: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are the same tensor of the state. DTensors are compared by their shards, because moving a DTensor
-    makes a new object."""
+    """Whether `one` and `other` are the same tensor of the state. DTensors are compared by their shards, because moving
+    a DTensor makes a new object."""
     return one is other or (is_divided(one) and is_divided(other) and shard_of(one) is shard_of(other))
 
 

@@ -32,17 +32,19 @@ class StepResultQueue:
         self._waiting = threading.Lock()
 
     def log(self, loss: float | None, tokens: int | None) -> None:
-        """Logs loss and number of tokens of the next step; tokens of several calls are added."""
+        """Stores loss and number of tokens for the result of the next step. If it is called several times in one step,
+        the tokens are added and the last loss is used."""
         if loss is not None:
             self._logged["loss"] = float(loss)
         if tokens is not None:
             self._logged["tokens"] = self._logged.get("tokens", 0) + int(tokens)
 
     def wait_for_update(self) -> None:
-        """Waits for the running update, if any, and queues its result; `deliver` passes it on later, in the training
-        thread.
+        """Waits for the running update, if there is one, and queues its result. Later, `deliver` passes the result to
+        the observers, in the training thread.
 
-        Gradient hooks of several threads may call this at the same time, and Ctrl-C must not lose the result.
+        Gradient hooks of several threads may call this at the same time. Ctrl-C is delayed, so that the result is not
+        lost.
         """
         with DelayInterrupt(), self._waiting:
             result = self.engine.wait_for_update()
@@ -55,10 +57,10 @@ class StepResultQueue:
         self._logged = {}
 
     def deliver(self, *, background: bool) -> None:
-        """Calls the observers for each step whose update has ended.
+        """Calls the observers for each step whose update has ended, with the result and the phases of the step.
 
-        background: whether an update may continue during the phases of the next step. If so, these phases are added to
-        the last result as `StepPhases.tail`.
+        background: whether an update may continue during the phases of the next step. If so, the phases of the last
+        step get these phases as `StepPhases.tail`.
         """
         while self._results and self._ended_phases:
             result, phases = self._results.popleft(), self._ended_phases.popleft()

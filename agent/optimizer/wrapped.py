@@ -9,11 +9,12 @@ from tidegate.errors import ConfigError
 
 
 class OptimizerWrapper(Protocol):
-    """An optimizer of a framework (Accelerate, Lightning) that holds another one as `optimizer`."""
+    """Interface of a framework's wrapper (Accelerate, Lightning) that holds an optimizer in the attribute
+    `optimizer`."""
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer inside."""
+        """The optimizer that is wrapped."""
 
 
 def unwrapped(optimizer: Any, caller: str) -> AdamW:

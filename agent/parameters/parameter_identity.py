@@ -34,8 +34,8 @@ class ParameterRecord:
         return cls(shard.device, shard.dtype, shard.shape, shard.stride())
 
     def difference(self, now: ParameterRecord) -> str:
-        """The first difference between this record and the present one, as the end of a sentence about the
-        parameter."""
+        """Returns the first difference between this record and the record `now` of the same parameter, as the end of a
+        sentence, such as "was on cpu when the optimizer was built and is on cuda:0 now"."""
         if self.device != now.device:
             return f"was on {self.device} when the optimizer was built and is on {now.device} now"
         if self.dtype != now.dtype:
@@ -59,7 +59,7 @@ class ParameterRecords:
         self.extend(params)
 
     def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Appends parameters."""
+        """Records `params`, in addition to the parameters that are recorded already."""
         self._params += params
         self._any_divided = any(map(is_divided, self._params))
         self._records += [ParameterRecord.of(param) for param in params]
@@ -67,7 +67,7 @@ class ParameterRecords:
         self._dtypes += [param.dtype for param in params]
 
     def was_moved(self, param: int) -> bool:
-        """Whether this parameter has another device, dtype, shape or strides."""
+        """Whether this parameter has another device, dtype, shape or strides than when it was recorded."""
         shard = shard_of(self._params[param])
         same = shard.data_ptr() == self._addresses[param] and shard.dtype is self._dtypes[param]
         return not same and ParameterRecord.of(shard) != self._records[param]
@@ -99,15 +99,16 @@ class ParameterRecords:
         return all_left or (any(map(is_divided, came)) and not all(map(is_divided, left)))
 
     def are_reordered(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether the old state has another order than the present parameters, because these were replaced
-        (`are_exchanged`), or have other shapes or strides."""
+        """Whether the elements of the old state have another order than the elements of the present parameters, because
+        parameters were replaced (see `are_exchanged`) or have other shapes or strides."""
         records = {id(param): record for param, record in zip(self._params, self._records, strict=True)}
         known = [(ParameterRecord.of(param), records[id(param)]) for param in params if id(param) in records]
         return self.are_exchanged(params) or any((a.shape, a.strides) != (b.shape, b.strides) for a, b in known)
 
     def can_be_regrouped(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether only the membership in groups has changed: parameters that stay have the same device, dtype, shape
-        and strides."""
+        """Whether the old state can be used for `params` after parameters were put into other groups, added or removed:
+        parameters that stay have the same device, dtype, shape and strides, and no parameters were exchanged (see
+        `are_exchanged`)."""
         records = {id(param): record for param, record in zip(self._params, self._records, strict=True)}
         return not self.are_exchanged(params) and all(
             ParameterRecord.of(param) == records[id(param)] for param in params if id(param) in records

@@ -100,8 +100,9 @@ def local_part(given: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def check_divided_alike(index: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    """Raises ParameterError if a gradient is divided among ranks in another way than its weight. Its shard would have
-    other elements, or sums that are not complete. index: number of the parameter."""
+    """Raises ParameterError if a gradient is divided among ranks in another way than its weight. The shard of such a
+    gradient would hold other elements than the shard of the weight, or sums that are not complete. index: number of the
+    parameter."""
     forms = [tuple(t.placements) if is_divided(t) else "not divided" for t in (grad, weight)]
     if forms[0] != forms[1]:
         raise ParameterError(
@@ -115,15 +116,17 @@ class GradientNorm(Protocol):
     as another framework does."""
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:
-        """Appends parameters."""
+        """Adds `params` to the parameters whose gradients are summed."""
 
     def total(self, squares: Mapping[int, tuple[float, int]], skip: bool) -> tuple[float, bool]:
-        """The sum of squares over all ranks, and whether the step must be skipped, because elements are not finite or
-        `skip` is true on any rank. squares: by parameter, sum of squares and number of non-finite elements here."""
+        """Returns the sum of squares over all ranks, and whether the step must be skipped: because elements are not
+        finite, or because `skip` is true on any rank. squares: by parameter, the sum of squares and the number of
+        non-finite elements on this rank."""
 
 
 class NormOverRanks:
-    """Sums the squares of gradients, and the numbers of gradients that are not finite, over the shards of all ranks.
+    """Sums the squares of gradient elements, and the numbers of elements that are not finite, over the shards of all
+    ranks.
 
     `total` is a collective if any parameter is divided: all ranks call it in the same step, in the same order.
     """
@@ -136,7 +139,7 @@ class NormOverRanks:
         self.extend(params)
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:
-        """Appends parameters."""
+        """Adds `params` to the parameters whose gradients are summed."""
         for param in params:
             groups = _groups_of(param)
             self._groups.append(groups)

@@ -172,7 +172,8 @@ def make_subgroups(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int
 
 
 def shift_ids(layouts: Sequence[Layout], *, subgroups: int, groups: int, params: int) -> list[Layout]:
-    """Copies of the layouts with these numbers added to the ids of subgroups, param groups and parameters."""
+    """Returns copies of the layouts with other numbers: `subgroups` is added to the id of each subgroup, `groups` to
+    the number of its param group, and `params` to the numbers of its parameters."""
     return [
         replace(layout, id=subgroups + layout.id, group=groups + layout.group, segments=tuple(
             replace(segment, param=params + segment.param) for segment in layout.segments

@@ -71,7 +71,7 @@ class Exporter:
 
 
 def _server(bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float], strict: bool) -> _Server:
-    """A listening server; on a free port, with a warning, when the port is taken and `strict` is False."""
+    """Returns a listening server. If `port` is taken and `strict` is False, logs a warning and uses a free port."""
     try:
         return _Server(bind, port, answer, overhead)
     except OSError as error:
@@ -91,8 +91,8 @@ class _OwnerCollectedError(Exception):
 
 
 class _Server(ThreadingHTTPServer):
-    """HTTP server with one thread per connection, and at most `CONNECTIONS` of them. The overhead includes all CPU time
-    of the server, not only that of collecting the metrics."""
+    """HTTP server with one thread per connection, and at most `CONNECTIONS` connections. It adds all its CPU seconds to
+    `overhead["exporter"]`, not only those for collecting the metrics."""
 
     request_queue_size = 16
     """Number of connections that may wait in the kernel. There they take no file descriptor."""

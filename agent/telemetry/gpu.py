@@ -1,4 +1,5 @@
-"""Samples NVML in a thread of its own, and compares its PCIe bytes with the bytes that Tidegate counted."""
+"""Reads figures of the GPU from NVML (NVIDIA's management library) in a separate thread, and compares NVML's PCIe bytes
+with the bytes that Tidegate counted."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ MIN_COMPARED_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """Newest readings of NVML. PCIe values are by direction. Mappings are empty, and the utilization is None, where
-    NVML has no value."""
+    """Newest readings of NVML. Mappings have PCIe values by direction (`h2d`, `d2h`). Where NVML has no value, mappings
+    are empty, and the utilization is None."""
 
     source: str = ""
     utilization_ratio: float | None = None
     pcie_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by direction since sampling began."""
+    """Bytes over PCIe since the first reading, by direction (`h2d`, `d2h`)."""
     pcie_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     discrepancy: Mapping[str, float] = field(default_factory=dict)
     """Relative difference by direction: (bytes of NVML - bytes counted by Tidegate) / bytes of NVML."""
@@ -116,7 +117,8 @@ class GpuSampler:
         )
 
     def _compare(self, nbytes: Mapping[str, int]) -> dict[str, float]:
-        """Discrepancy by direction over the window. Directions with fewer bytes than MIN_COMPARED_BYTES are left
+        """Returns the relative difference between NVML's bytes and Tidegate's over the last COMPARE_WINDOW comparisons,
+        by direction. `nbytes`: NVML's bytes so far. Directions with fewer bytes than MIN_COMPARED_BYTES are left
         out."""
         counted = self._counted()
         self._compared.append((nbytes, counted))

@@ -11,7 +11,7 @@ from typing import Final
 from tidegate.metrics.catalogue import METRICS
 
 Labels = tuple[str, ...]
-"""Label values, in the order of the labels in the catalogue."""
+"""Label values of a series, in the order in which the catalogue of metrics has the labels."""
 
 _BUCKETS: Final = {metric.name: metric.buckets for metric in METRICS if metric.type == "histogram"}
 
@@ -33,7 +33,7 @@ class Histogram:
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
     exemplars: dict[int, Exemplar] = field(default_factory=dict)
-    """Newest observation by index of the bucket."""
+    """The newest observation of each bucket for which the step is known, by index of the bucket."""
     total: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """NVML readings of one GPU through `pynvml`: utilization, and PCIe bytes from the best source that the GPU has.
 
-Directions are the host's: what the GPU receives (RX) is `h2d`, what it sends (TX) is `d2h`. There are three sources of
-PCIe bytes:
+Directions are named as the host sees them: what the GPU receives (RX) is `h2d`, what it sends (TX) is `d2h`. There are
+three sources of PCIe bytes:
 
 - `fields`: byte counters (field values 197 and 198). They may wrap at 32 bits, even if NVML gives them a 64-bit type,
   and 4 GiB pass in less than a tenth of a second. If 4 GiB or more may have passed since the previous reading, the
@@ -39,23 +39,27 @@ PERIOD_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class PcieReading:
-    """Result of one reading of the PCIe bytes. The mappings are by direction, and empty where NVML has no value."""
+    """One reading of a GPU's PCIe traffic. Both mappings have the keys `h2d` (to the GPU) and `d2h` (from the GPU); a
+    direction without a known value is absent."""
 
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes since the previous reading."""
+    """PCIe bytes since the previous reading, by direction: `h2d` or `d2h`. A direction is absent if its number of bytes
+    is unknown."""
     bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     gap: bool = False
-    """Whether the number of bytes since the previous reading is unknown."""
+    """Whether the number of PCIe bytes since the previous reading is unknown for a direction, because its byte counter
+    may have wrapped or was reset."""
 
 
 class PcieSource(Protocol):
-    """Source of a GPU's PCIe bytes."""
+    """Interface of the classes that read a GPU's PCIe traffic from NVML; each class uses another function of NVML."""
 
     name: str
 
     @property
     def period_seconds(self) -> float:
-        """Longest pause in seconds between two readings without a loss of bytes."""
+        """Interval in seconds at which the source must be read. If its byte counters may have 32 bits, the interval is
+        shorter than the time in which they can wrap."""
 
     def read(self, now: float) -> PcieReading:
         """Takes a reading at `now` (seconds, monotonic clock). NVMLError when the GPU does not respond."""
@@ -63,16 +67,16 @@ class PcieSource(Protocol):
 
 @dataclass
 class WrappingCounter:
-    """Counter that wraps at `bits` bits. `bits` becomes 64 when a value needs more than 32 bits. From two readings it
-    computes the bytes between them."""
+    """Computes the bytes between two readings of a hardware byte counter, which starts again at 0 after 2^`bits` bytes.
+    `bits` becomes 64 when a reading needs more than 32 bits."""
 
     bits: int
     _last: tuple[float, int] | None = None
 
     def bytes_since_last(self, now: float, value: int) -> int | None:
-        """Bytes since the previous reading. None at the first reading, and when the bytes are unknown: for a 32-bit
-        counter after a pause in which 2^32 bytes or more may have been transferred, for a 64-bit counter when it has
-        decreased."""
+        """Bytes since the previous reading. `now`: time of this reading (seconds, monotonic clock). `value`: the
+        counter's value. None at the first reading, and when the bytes are unknown: for a 32-bit counter after a pause
+        in which 2^32 bytes or more may have been transferred, for a 64-bit counter when its value has decreased."""
         if value >= 2**32:
             self.bits = 64
         before, self._last = self._last, (now, value)
@@ -87,7 +91,7 @@ class WrappingCounter:
 
 
 class _Fields:
-    """Source of PCIe bytes with the name `fields`: counters of bytes, which NVML gives as field values."""
+    """PCIe source `fields`: reads the GPU's byte counters, which NVML provides as field values."""
 
     name = "fields"
 
@@ -139,7 +143,8 @@ class _Fields:
 
 
 class _Gpm:
-    """Source of PCIe bytes: mean speeds between two GPM samples (`gpm`)."""
+    """PCIe source `gpm`: NVML's GPU performance monitoring (GPM). It gives the mean speed between two samples; the
+    bytes are this speed times the time between the samples."""
 
     name = "gpm"
     period_seconds = PERIOD_SECONDS
@@ -162,7 +167,7 @@ class _Gpm:
         return PcieReading({way: round(speed * (now - before)) for way, speed in speeds.items()}, speeds)
 
     def _speeds(self, earlier: Any, later: Any) -> dict[str, float]:
-        """Mean speed between two samples in bytes per second, by direction."""
+        """Mean PCIe speed between two GPM samples in bytes per second, by direction."""
         request = self._nvml.c_nvmlGpmMetricsGet_t()
         request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(GPM_METRICS)
@@ -183,7 +188,7 @@ class _Gpm:
 
 
 class _Throughput:
-    """Source of PCIe speeds with the name `throughput`: NVML's present speeds. It gives no counts of bytes."""
+    """PCIe source `throughput`: reads NVML's present PCIe speeds. It gives no numbers of bytes."""
 
     name = "throughput"
     period_seconds = PERIOD_SECONDS
@@ -204,7 +209,8 @@ class DividedGpuError(Exception):
 
 
 class Gpu:
-    """NVML's access to one GPU, open until `close`. Not to be shared between threads: a reading may block for 40 ms."""
+    """Reads the utilization and the PCIe traffic of one GPU through NVML, until `close`. Only one thread may use it. A
+    reading may block this thread for 40 ms."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         """Opens the GPU with this UUID. NVMLError when NVML does not know the UUID, DividedGpuError when it belongs to
@@ -237,7 +243,8 @@ class Gpu:
         return handle
 
     def _best_source(self) -> PcieSource | None:
-        """The best source of PCIe bytes; None when NVML has none."""
+        """Opens the best PCIe source that this GPU supports: 64-bit byte counters, else GPM, else 32-bit byte counters
+        (which must be read often), else NVML's present speeds. None when the GPU supports none of them."""
         fields = self._source(_Fields)
         if fields is not None and fields.period_seconds == PERIOD_SECONDS:
             return fields
@@ -245,7 +252,7 @@ class Gpu:
         return self._source(_Gpm) or fields or self._source(_Throughput)
 
     def _source(self, kind: type[PcieSource]) -> PcieSource | None:
-        """A source of this kind; None when NVML does not support it."""
+        """Opens a PCIe source of the class `kind`. None when NVML does not support it on this GPU."""
         try:
             return kind(self._nvml, self._handle)  # type: ignore[call-arg]
         except self._nvml.NVMLError as error:
@@ -264,15 +271,15 @@ class Gpu:
             return None
 
     def close(self) -> None:
-        """Frees the samples and shuts NVML down."""
+        """Frees the memory of GPM samples, if any, and shuts NVML down."""
         if isinstance(self.pcie, _Gpm):
             self.pcie.close()
         self._nvml.nvmlShutdown()
 
 
 def open_gpu(uuid: str) -> Gpu | None:
-    """Opens the GPU with this UUID. None, with the reason in the log, when NVML is not installed or does not know the
-    GPU."""
+    """Opens the GPU with this UUID for readings. None, with the reason in the log, when NVML is not installed, does not
+    know the GPU, or has no figures because the process uses a part of the GPU (MIG)."""
     try:
         import pynvml
     except ImportError:

@@ -27,7 +27,8 @@ DAY_SECONDS: Final = 86_400.0
 WRITE_RATE_WINDOW_SECONDS: Final = 3_600.0
 """Length of the window over which the write rate is measured."""
 WRITE_RATE_SAMPLE_SECONDS: Final = 30.0
-"""Least time between two samples in the window."""
+"""Minimum time in seconds between two stored samples of the bytes written to a path. The write rate is computed from
+these samples."""
 MIN_WRITE_RATE_SECONDS: Final = 10.0
 """Least measured time in seconds before a daily rate is extrapolated, because the first steps are not typical."""
 
@@ -52,8 +53,8 @@ class PathSample:
 
 
 class WriteRate:
-    """Measures the bytes written to a path per day, extrapolated from the last hour. If they exceed `limit`, a warning
-    is logged, once; 0 for no limit."""
+    """Computes the bytes written to a path per day, extrapolated from the last hour. Logs one warning if they exceed
+    `limit` bytes per day; a `limit` of 0 means no limit."""
 
     def __init__(self, path: str, limit: int, now: float, written: int) -> None:
         self._path, self._limit = path, limit

@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class RecentPlans(Generic[T]):
-    """LRU cache with plans as keys. It has room for two plans that take turns and drops the plan whose value was not
-    used for the longest time. Plans are compared by identity, because comparing their content costs more than computing
-    the value again."""
+    """LRU cache with plans as keys. It has room for RECENT_PLANS plans; when it is full, the plan that was used longest
+    ago is dropped. Plans are compared by identity, because comparing their content costs more than computing the value
+    again."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Plan, T]] = deque(maxlen=RECENT_PLANS)

@@ -54,7 +54,8 @@ class RankMetrics:
         return {**self.overhead, "recorder": self._recorder.cpu_seconds, **sampler}
 
     def _answer(self, openmetrics: bool) -> bytes:
-        """Text of /metrics."""
+        """The body of the response to a request of /metrics: in the OpenMetrics format if `openmetrics` is True, else
+        in Prometheus's text format."""
         with self._recorder.lock:
             self._recorder.catch_up()
             self._refresh()
@@ -94,6 +95,6 @@ def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
 
 
 def counted_bytes(recorder: Recorder) -> dict[str, int]:
-    """Bytes copied in all finished steps, by direction."""
+    """Bytes that Tidegate copied between host and device in all finished steps, by direction (`h2d`, `d2h`)."""
     rows = recorder.rows("tidegate_link_bytes_total")
     return {way: int(sum(n for (to, _, _), n in rows.items() if to == way)) for way in DIRECTIONS}

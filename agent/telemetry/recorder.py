@@ -56,13 +56,15 @@ class _Prediction:
 
 @dataclass
 class Totals:
-    """Sums and last values of the run that are not in the metrics."""
+    """Sums over all processed steps, and values of the last processed step, that are needed in addition to the
+    metrics."""
 
     steps: int = 0
     """Number of the last processed step."""
     last: StepReport | None = None
     predicted_update_seconds: float | None = None
-    """Prediction for the plan that ran last."""
+    """Predicted seconds of the next update, if it runs the same plan as the last step. None before the first
+    prediction."""
     prediction_error: float | None = None
     gradient_arrival: GradientArrival = field(default_factory=GradientArrival)
     """Statistics of how gradients became available, for example the bytes that were copied to the host twice, and the
@@ -182,7 +184,7 @@ class Recorder:
         return None if self.last_step is None else self.last_step.timeline
 
     def take_unreported(self) -> tuple[StepReport, ...]:
-        """Removes and returns the reports that were not taken yet."""
+        """Removes all step reports that wait to be sent to the daemon, and returns them, oldest first."""
         self.catch_up()
         with self.lock:
             taken = tuple(self._unreported)

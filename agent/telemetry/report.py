@@ -19,7 +19,8 @@ from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:
-    """The report of one step, including the verdict: a sentence with the main wait of the update and a remedy."""
+    """Computes the report of one step. It includes the verdict: a sentence that says what the update waited for
+    longest, and what to change."""
     phases, result, tokens = step.phases, step.result, step.phases.logged.get("tokens")
     report = StepReport(
         step=step.number,
@@ -46,8 +47,8 @@ def report_of(step: FinishedStep) -> StepReport:
 
 
 def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> UpdateFigures:
-    """The figures of one step from which `verdict` makes its sentence on the main wait. `gradient_arrival`: statistics
-    of how the step's gradients became available."""
+    """Collects the figures of one step that `verdict` needs for its sentence, which says what the update waited for
+    longest. `gradient_arrival`: statistics of how the step's gradients became available."""
     lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     rows = [(row.direction, row) for row in report.links] + [
         (f"{row.path}:{row.operation}", row) for row in report.paths

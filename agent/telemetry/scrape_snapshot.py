@@ -49,7 +49,8 @@ class CurrentState:
     overhead_seconds: Mapping[str, float]
     device_capacity_bytes: int
     process_io_bytes: Mapping[str, int]
-    """Bytes by operation (read or write); empty where the kernel does not report them."""
+    """Bytes that this process has read from and written to storage, by operation (`read`, `write`). Empty where the
+    kernel does not report them."""
     gpu: GpuFigures = field(default_factory=GpuFigures)
     thread_failures: int = 0
     """Number of failures of the threads that communicate with the daemon."""
@@ -156,8 +157,8 @@ def _as_numbers(knobs: Mapping[str, KnobValue]) -> dict[str, float]:
 
 
 def _shares(tier_split: KnobValue, paths: Sequence[str]) -> dict[str, float]:
-    """Share of the state that each path gets according to the knob. Empty if the knob does not say it: with `auto` and
-    `eq1`, which compute the shares from measured speeds, and if all weights are 0."""
+    """Share of the state that each path gets, according to the weights in the knob `tier_split`. Empty if the knob has
+    no weights (with `auto` and `eq1`, measured speeds determine the shares), and if all weights are 0."""
     weights = {} if tier_split in (AUTO, EQ1) else weights_of(str(tier_split))
     total = sum(weights.values())
     return {path: weights.get(path, 0.0) / total for path in paths} if total else {}

@@ -31,7 +31,8 @@ class FinishedStep:
     paths: tuple[PathSample, ...] = ()
     timestamp: float = field(default_factory=time.time)
     _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
-    """Offset from the monotonic clock to seconds since the epoch."""
+    """Difference between the clocks: a time on the monotonic clock plus this value is a time in seconds since the
+    epoch."""
 
     @property
     def monotonic_timeline(self) -> Timeline:

@@ -1,4 +1,5 @@
-"""Space on a file system: free bytes, reserving it for a file, and messages for too little of it."""
+"""Space on a file system: measures free space, reserves space for a file, and makes the messages for too little
+space."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ from tidegate.kernels import IoPool, IoTicket, crc32c
 ATTEMPTS: Final = 3
 """Maximum number of attempts of a transfer that fails with a transient error."""
 TRANSIENT_ERRORS: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
-"""Transient errors. All others (no such device, read-only, …) are permanent."""
+"""Error numbers (errno) of transient errors, after which a transfer is retried. All other errors (no such device,
+read-only, …) are permanent."""
 NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 POLL_SECONDS: Final = 1.0
 """Interval in seconds at which a thread that waits for a transfer returns to Python, so that signal handlers can

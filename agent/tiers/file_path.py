@@ -30,8 +30,8 @@ log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_TRIES: Final = 2
 DUPLEX_SHARE: Final = 0.75
-"""Limit below which a path counts as duplex: the time for reading and writing at once, divided by the time for reading
-and then writing. Below the limit, the two directions do not share the device's bandwidth."""
+"""Limit for the detection of duplex paths. A path counts as duplex if reading and writing at the same time takes less
+than this share of the time of reading first and writing then: its two directions do not share the bandwidth."""
 
 
 _LEAST: Final = {
@@ -41,7 +41,7 @@ _LEAST: Final = {
     "capacity_bytes": 0,
     "wear_bytes_per_day": 0,
 }
-"""Minimum of each setting that must be an integer."""
+"""Minimum value of each integer setting of `PathSettings`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class PathSettings:
 
 @dataclass(slots=True)
 class HeldFile:
-    """State of a subgroup in a file, as it was when `StoragePath.hold` was called. `header`: header of the file. `fd`:
+    """File of one subgroup that a checkpoint holds, to copy the state in it later. `header`: header for the copy. `fd`:
     separate file descriptor, which stays valid after the file is unlinked."""
 
     name: str
@@ -114,8 +114,8 @@ class HeldFile:
 class StoragePath:
     """Storage path that keeps the state of subgroups in files of its own. `close` removes the files.
 
-    Several threads may read and write at once, if each uses the state of another subgroup. `address` is always that of
-    page-aligned memory of `padded_bytes` bytes, which is the size of the state rounded up to whole pages.
+    Several threads may read and write at once, if each uses the state of another subgroup. The argument `address` of
+    the methods points to page-aligned memory of the size of the state, rounded up to whole pages (`padded_bytes`).
     """
 
     def __init__(self, name: str, settings: PathSettings, run: str, rank: int, run_id: bytes) -> None:
@@ -174,7 +174,7 @@ class StoragePath:
         return file_bytes(kind.data_bytes, self.settings.block_bytes)
 
     def holds(self, subgroup: int) -> bool:
-        """Whether the subgroup has a file here, with its space reserved."""
+        """Whether the subgroup has a file on this path. The space of such a file is reserved."""
         return subgroup in self._files
 
     def is_new(self, subgroup: int) -> bool:
@@ -271,9 +271,8 @@ class StoragePath:
         return moved
 
     def _spare_for(self, file: StateFile) -> StateFile:
-        """Returns the spare file that replaces `file` at the next write, and creates one if the subgroup has none.
-        Saving a checkpoint creates spare files, or takes files of an older checkpoint that it replaces. If saving
-        fails, for example on another rank, the older checkpoint keeps its files, and spare files are missing here."""
+        """Returns the subgroup's spare file, to which the next flush writes because a checkpoint holds `file`. Creates
+        the spare file if it is missing, because saving a checkpoint failed, for example on another rank."""
         subgroup = file.kind.subgroup
         if subgroup not in self._spares:
             self._spares[subgroup] = self._new_file(file.kind)
@@ -282,8 +281,9 @@ class StoragePath:
     # ---- checkpoints
 
     def linkable_bytes(self, subgroup: int, weights_checksum: int, device: int) -> int | None:
-        """Size in bytes of the file that `hard_link` would link to the file system `device`. None when it cannot be
-        linked, or when an earlier checkpoint uses it with another checksum of the weights in its header."""
+        """Size in bytes of the subgroup's file. None if a checkpoint cannot hard-link the file: nothing was written to
+        it yet, the checkpoint is on another file system (with the device number `device`), or an earlier checkpoint
+        holds the file, and its header has another checksum of the weights than `weights_checksum`."""
         file = self._files[subgroup]
         if file.step < 0 or os.fstat(file.fd).st_dev != device:
             return None
@@ -306,8 +306,8 @@ class StoragePath:
         return True
 
     def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
-        """Returns a second descriptor of the file, from which a checkpoint can read the state later, and its header
-        with this checksum of the weights. Later flushes use the spare file. Call it only for state that was written."""
+        """Holds the subgroup's file for a checkpoint that copies it later: later flushes write to the spare file. The
+        result has a second descriptor and a header with `weights_checksum`. Call it only for state that was written."""
         file = self._files[subgroup]
         header = self._header(file, weights_checksum)
         if file.linked_header is None:

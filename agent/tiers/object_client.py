@@ -65,8 +65,9 @@ class _Jitter(wait_base):
 
 
 class Client:
-    """Requests to the objects of one prefix. Keys are given without the prefix. Each request raises `RequestFailed`
-    after retries for `retry_seconds`. Threads may share a client; a forked child must not use it."""
+    """Sends requests for the objects under one prefix of an object store. Keys are given without the prefix. A request
+    that fails with a transient error is retried for up to `retry_seconds` of the settings. A request that fails finally
+    raises `RequestFailed`. Threads may share a client; a forked child must not use it."""
 
     def __init__(self, settings: ObjectSettings) -> None:
         """Creates obstore's client without sending a request. ConfigError or PathUnusable for settings that cannot
@@ -158,7 +159,8 @@ def bucket_key(settings: ObjectSettings) -> str:
 
 
 def path_unusable(settings: ObjectSettings, error: RequestFailed) -> PathUnusable:
-    """Creates the error for a path that cannot be used when it is opened. The message names the cause and a remedy."""
+    """Creates the error PathUnusable from a failed request to an object store. The message names the cause and a
+    remedy."""
     server = settings.server or "Amazon S3"
     remedy = {
         errno.ENOENT: "Create the bucket first, or name another one.",
@@ -168,7 +170,8 @@ def path_unusable(settings: ObjectSettings, error: RequestFailed) -> PathUnusabl
 
 
 def _store(settings: ObjectSettings) -> S3Store:
-    """obstore's store for the settings. ConfigError for a missing package, PathUnusable without credentials."""
+    """Creates the obstore object that sends requests to the bucket of these settings. ConfigError for a missing
+    package, PathUnusable if no credentials are found."""
     stores, boto3, auth = _require("obstore.store"), _require("boto3"), _require("obstore.auth.boto3")
     server = settings.server
     try:

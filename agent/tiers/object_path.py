@@ -57,8 +57,8 @@ class ObjectPath:
     It has the public methods of `StoragePath` except those for hard links, held files and spare files: checkpoints copy
     state from an object store.
 
-    Several threads may read and write at once, if each uses the state of another subgroup. `address` is always that of
-    page-aligned memory of `padded_bytes` bytes, which is the size of the state rounded up to whole pages.
+    Several threads may read and write at once, if each uses the state of another subgroup. The argument `address` of
+    the methods points to page-aligned memory of the size of the state, rounded up to whole pages (`padded_bytes`).
     """
 
     def __init__(self, name: str, settings: ObjectSettings, run: str, rank: int) -> None:
@@ -107,7 +107,7 @@ class ObjectPath:
         return max(self.settings.capacity_bytes - used, 0)
 
     def holds(self, subgroup: int) -> bool:
-        """Whether the subgroup is assigned to this path, written or not."""
+        """Whether the subgroup is assigned to this path. It may be assigned before any state of it is written."""
         return subgroup in self._states
 
     def is_new(self, subgroup: int) -> bool:
@@ -120,8 +120,8 @@ class ObjectPath:
         state, free = _State(kind), self.free_bytes
         if free is not None and state.data_bytes > free:
             raise PathFull(
-                f"{self.settings.url} needs {state.data_bytes:,} bytes more, {free:,} of its capacity_bytes="
-                f"{self.settings.capacity_bytes:,} are left. Raise capacity_bytes, or give "
+                f"{self.settings.url} needs {state.data_bytes:,} bytes more, but only {free:,} bytes are left of its "
+                f"capacity_bytes={self.settings.capacity_bytes:,}. Raise capacity_bytes, or give "
                 "this path a smaller share in tier_split.",
                 state.data_bytes, free,
             )  # fmt: skip

@@ -37,11 +37,11 @@ log = logging.getLogger("tidegate.tiers")
 
 LEASE_SECONDS: Final = 60.0
 ALIVE_SECONDS: Final = 1200.0
-"""A rank whose lease is younger than this is alive. The lease is renewed every 60 s. The limit adds 15 minutes for
-clocks that differ, and some minutes in which the store may be unreachable."""
+"""Age of a lease in seconds up to which its rank counts as alive. The lease is renewed every 60 s. The limit allows for
+clocks that differ by 15 minutes, and for some minutes in which the store is unreachable."""
 DEAD_SECONDS: Final = 6 * 3600.0
 OWNER_BYTES: Final = 1 << 16
-"""Maximum size of a lease that is read."""
+"""Maximum number of bytes that are read from a lease, the object `owner.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ObjectOwner:
 
     @classmethod
     def of_this_process(cls, run: str, rank: int) -> Self:
-        """The owner for the calling process."""
+        """Creates the owner record of the calling process, for its lease."""
         return cls(
             host=socket.gethostname(), boot_id=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid(),
             process_start_ticks=start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
@@ -69,7 +69,7 @@ class ObjectOwner:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeftover:
-    """Scratch prefix of one rank, found under a storage path."""
+    """Scratch prefix of one rank that a search under a storage path has found. `alive`: whether the rank still runs."""
 
     directory: str
     """The scratch prefix as a URL."""
@@ -133,10 +133,10 @@ class ObjectScratch:
 
 
 def find_object_leftovers(settings: ObjectSettings) -> list[ObjectLeftover]:
-    """Lists the scratch prefixes of all runs under a storage path, sorted by run and rank. Those of live runs are
-    included: `alive` of each entry tells which.
+    """Lists the scratch prefixes of all runs under a storage path, sorted by run and rank. Prefixes of live runs are
+    included: the field `alive` of each entry says whether its rank is alive.
 
-    ConfigError, or PathUnusable when the prefix cannot be listed.
+    ConfigError when the settings cannot work, PathUnusable when the objects cannot be listed.
     """
     _, client = connect(settings)
     try:
@@ -210,8 +210,9 @@ def _parse(text: bytes) -> ObjectOwner | None:
 
 
 def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
-    """Whether the owner is alive. Where its process would be visible (this boot of this machine, this namespace of
-    process ids), the process decides, elsewhere the age of the lease. "unknown" if neither is certain."""
+    """Whether the owner is alive: "yes", "no" or "unknown". If the owner's process was started on this machine since
+    its last boot, in this namespace of process ids, the process itself is checked. Otherwise the age of the lease
+    decides: below ALIVE_SECONDS "yes", above DEAD_SECONDS "no", between them "unknown"."""
     if owner is None:
         return "unknown"
     if (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):

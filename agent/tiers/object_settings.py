@@ -12,7 +12,7 @@ from tidegate.errors import ConfigError
 from tidegate.knobs.setting_checks import check_number, check_text, check_whole
 
 _LEAST: Final = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0}
-"""Minimum of each setting that must be an integer."""
+"""Minimum value of each integer setting of `ObjectSettings`, by name."""
 
 SCHEME: Final = "s3://"
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -84,7 +84,9 @@ class ObjectSettings:
     @property
     def place(self) -> str:
         """Deprecated name of `location`. It will be removed in the next version."""
-        warnings.warn("ObjectSettings.place is called location now.", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "ObjectSettings.place is deprecated: use ObjectSettings.location.", DeprecationWarning, stacklevel=2
+        )
         return self.location
 
     @property
@@ -112,5 +114,5 @@ def _parse_address(address: str, schemes: tuple[str, ...], wanted: str) -> Split
     except ValueError:  # a port that is no number
         sound = False
     if not sound:
-        raise ConfigError(f"{address!r} is not {wanted}.")
+        raise ConfigError(f"The address {address!r} is not {wanted}.")
     return parts

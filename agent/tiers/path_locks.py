@@ -276,24 +276,26 @@ os.register_at_fork(after_in_child=_forget_locks_of_parent)
 
 @dataclass(slots=True)
 class LockResult:
-    """Result of `TierLocks.hold`: whether the lock was acquired, and how long it waited for other processes."""
+    """Result of `TierLocks.hold`: whether the lock was acquired, and for how many seconds the caller waited for other
+    processes."""
 
     waited_seconds: float
     _process: int | None
 
     @property
     def acquired(self) -> bool:
-        """Whether the lock was acquired. Also False in a child that was forked meanwhile."""
+        """Whether the calling process holds the lock. False in a child that was forked while its parent held the
+        lock."""
         return self._process == os.getpid()
 
 
 class TierLocks:
     """Lock for exclusive use of the device `device_key` by processes of one user on this node.
 
-    `slots` processes may use the device at once; give all processes the same number. `operation` separates sets of
-    slots: reads and writes that do not disturb each other have one set each. A wait for other processes of more than
-    `timeout_seconds` ends without the lock, and is counted. LocksUnusable when `directory` is not private or cannot
-    lock.
+    `slots` processes may use the device at once; give all processes the same number. Locks with different `operation`
+    are independent, for example one lock for reads and one for writes that do not slow each other down. If the wait for
+    other processes exceeds `timeout_seconds`, it ends without the lock and is counted in `timeouts`. LocksUnusable when
+    `directory`, which holds the lock files, is not private to the user or its files cannot be locked.
 
     Threads may share an instance. A forked child may continue to use it, and holds none of the parent's locks.
     """

@@ -10,7 +10,8 @@ from tidegate.errors import LocksUnusable
 
 
 def private_directory(directory: Path) -> Path:
-    """Creates the directory if it is missing. LocksUnusable when other users can create files in it."""
+    """Creates the directory for lock files if it is missing, and returns it. LocksUnusable when it cannot be created,
+    belongs to another user, is a link, or gives other users any access."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()

@@ -40,7 +40,7 @@ RANK_NAME: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Scratch directory of one rank, found on a path."""
+    """Scratch directory of one rank that a search on a path has found. `alive`: whether the rank still runs."""
 
     directory: Path
     run: str
@@ -112,8 +112,8 @@ class Scratch:
 
 
 def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
-    """Lists the scratch directories of all runs on a path, sorted by run and rank. Those of live runs are included:
-    `alive` of each entry tells which. Those of other users are left out.
+    """Lists the scratch directories of all runs on a path, sorted by run and rank. Directories of live runs are
+    included: the field `alive` of each entry says whether its rank is alive. Directories of other users are left out.
 
     PathUnusable when `directory` cannot be read.
     """

@@ -110,8 +110,9 @@ def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | Non
 
 
 def _liveness(fd: int, owner: Owner | None) -> Alive:
-    """Whether the owner is alive. Where its process would be visible (this boot of this machine, this namespace of
-    process ids), the process decides, elsewhere the age of the lease. "unknown" if neither is certain."""
+    """Whether the owner is alive: "yes" if another process has locked the owner file. If no process has, "no" if the
+    owner had locked it on this node since the node's last boot, or before that boot on a local disk of this node. Else
+    "unknown"."""
     try:
         if locked_by_other(fd, 0):
             return "yes"

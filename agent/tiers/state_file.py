@@ -126,8 +126,8 @@ class Header:
         expected = num_blocks(self.kind.data_bytes, self.block_bytes)
         if len(self.block_checksums) != expected:
             raise ValueError(
-                f"{len(self.block_checksums)} block checksums: {self.kind.data_bytes:,} bytes in blocks of "
-                f"{self.block_bytes:,} make {expected}"
+                f"block_checksums has {len(self.block_checksums)} checksums, but {self.kind.data_bytes:,} bytes of "
+                f"data in blocks of {self.block_bytes:,} bytes need {expected}"
             )
         _at_least("step", self.step, 0)
         _at_least("weights_checksum", self.weights_checksum, 0)
@@ -151,7 +151,9 @@ class Header:
         """Offset in the file and length in bytes of one block. The last block includes the padding."""
         start = index * self.block_bytes
         if not 0 <= start < self.data_bytes:
-            raise IndexError(f"block {index} does not exist: the file has {len(self.block_checksums)} blocks, from 0")
+            raise IndexError(
+                f"block {index} does not exist: the file has {len(self.block_checksums)} blocks, numbered from 0"
+            )
         return self.header_bytes + start, min(self.block_bytes, padded_bytes(self.data_bytes) - start)
 
     def pack(self) -> bytes:
@@ -306,7 +308,7 @@ def _count_blocks(view: memoryview, file: FileName) -> int:
     *_, block_bytes, data_bytes, count, _ = _FIELDS.unpack_from(view, _START.size)
     if not block_bytes or count != num_blocks(data_bytes, block_bytes):
         found = f"{count:,} blocks of {block_bytes:,} bytes for {data_bytes:,} bytes"
-        raise HeaderContradiction(file, found, "as many blocks as the data fill")
+        raise HeaderContradiction(file, found, "the number of blocks that these bytes need")
     return int(count)
 
 

@@ -151,7 +151,7 @@ class TierStore:
                 path.forget(subgroup)
 
     def is_new(self, path: str, subgroup: int) -> bool:
-        """Whether nothing was written yet: the state is zeros."""
+        """Whether no state of the subgroup was written to `path` yet. A fetch then gives zeros."""
         return self.paths[path].is_new(subgroup)
 
     def nbytes(self, subgroup: int) -> int:
@@ -191,7 +191,8 @@ class TierStore:
         return replace(moved, start=start)
 
     def _flush_elsewhere(self, path: str, subgroup: int, address: int, why: str) -> Transfer:
-        """Writes the state to the path with the most free space that accepts it."""
+        """Writes the state to another path, because `path` has failed for the reason `why`. Tries the path with the
+        most free space first. NoPathLeft when no path accepts the state."""
         for name in self._reserved_elsewhere(subgroup):
             try:
                 moved = self.paths[name].write(subgroup, address, self.step)
@@ -202,7 +203,10 @@ class TierStore:
             self._flushed_to[subgroup] = name
             self.paths[name].counters.count_taken_over(moved.nbytes)
             logged = event("path_took_over", path=name, subgroup=subgroup, instead_of=path)
-            log.warning("path %s stores state of subgroup %d, which %s could not", name, subgroup, path, extra=logged)
+            log.warning(
+                "path %s stores the state of subgroup %d, because path %s could not store it",
+                name, subgroup, path, extra=logged,
+            )  # fmt: skip
             return moved
         free = max((self._free_bytes(name) for name in self.paths if name not in self.retired), default=0)
         raise NoPathLeft(why, path, subgroup, self.step, self._file_bytes(path, self._kinds[subgroup]), free)

@@ -44,12 +44,14 @@ class PathCounters:
     """Bytes transferred, including padding."""
     lock_wait_seconds: dict[str, float] = field(default_factory=lambda: {"read": 0.0, "write": 0.0})
     moves: deque[tuple[str, Transfer]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
-    """The most recent transfers with their operation; the reader removes them."""
+    """The most recent transfers, each with its operation (`read` or `write`). Telemetry removes them when it samples
+    the path at the end of a step."""
     taken_over_bytes: int = 0
     """Bytes written to this path in place of a failed path that the plan had named. In timelines these bytes and their
     seconds appear in the lane of the failed path."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Protects the counters: two threads of each lane and a background checkpoint update them."""
+    """Lock that protects the counters, because several threads update them: the threads of the path's two lanes, and
+    the thread of a background checkpoint."""
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
     """Operation and start time (monotonic clock, seconds) of each transfer that has not ended."""
 

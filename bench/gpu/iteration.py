@@ -35,8 +35,9 @@ BLOCK = 2
 
 
 def measure(ask: Ask, steps: int, seconds: float) -> dict[str, Any]:
-    """Measures blocks of iterations, and iterations divided into phases: at least one of each, and up to `steps`
-    iterations in blocks and `steps` / 2 with phases, as far as `seconds` allow."""
+    """Builds the training `ask` and measures it in two ways: first blocks of iterations (`steps` iterations), then the
+    phases of single iterations (`steps` / 2). When `seconds` have passed it stops early, but measures at least one
+    block and one single iteration. Returns the result of the side as a dict."""
     cap = cap_memory(ask)
     training = build(ask)
     finish = (lambda: None) if ask.dry else torch.cuda.synchronize
@@ -87,11 +88,12 @@ def _phases(training: Training, finish: Any) -> list[float]:
 def run_side(
     target: Target, side: str, shape: str, *, steps: int = 6, seconds: float = 60.0, limit: float = 240.0, **more: Any
 ) -> dict[str, Any]:
-    """Measures one side in its own process, and returns its result; {"side", "not_measured": reason} if it cannot run.
+    """Measures one training (side) in its own process, and returns its result as a dict. If it cannot be measured, the
+    dict has "side" and "not_measured" (the reason).
 
-    seconds: time for the measurement. limit: time after which the process is ended; the result then also has
-    "lacked_seconds". The result of a failed process has its "traceback". Its stderr is passed on to stderr of this
-    process.
+    seconds: time for the measurement. limit: seconds after which the process is killed; the dict then also has
+    "lacked_seconds", with the limit as its value. If the process fails, the dict also has its "traceback", and its
+    stderr is written to stderr of this process.
     """
     ask = {"side": side, "shape": "toy" if target.dry else shape, "dry": target.dry, **more}
     command = [sys.executable, "-m", "bench.gpu.iteration", json.dumps(ask), "--steps", str(steps)]

@@ -1,10 +1,10 @@
-"""Stage: whole iterations of one model shape with each training in turn, state in host memory, one GPU. Two turns, if
-time allows.
+"""Stage: measures whole iterations of one model shape on one GPU, with state in host memory. The trainings of Tidegate
+and of other systems (sides) are measured one after the other; if time allows, all are measured a second time.
 
-`speedup`: iteration time of DeepSpeed's ZeRO-3 with CPU offload, of TwinFlow at the same static ratio, and so on,
-divided by Tidegate's. `all_cpu` is Tidegate with all updates on the CPU: the gain from asynchronous gradient copies and
-the faster CPU kernel alone. `resident` has all state on the GPU, without the memory limit of the others, as the bound
-for offload.
+`speedup`: iteration time of another side divided by Tidegate's. Other sides are, for example, DeepSpeed's ZeRO-3 with
+CPU offload, and TwinFlow with the same static ratio. `all_cpu` is Tidegate with all updates on the CPU; it shows the
+gain from asynchronous gradient copies and the faster CPU kernel alone. `resident` is Tidegate with all state on the
+GPU, without the memory limit of the others; it is the bound for offload.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SIDES: list[tuple[str, str, dict[str, Any]]] = [
     ("resident", "resident", {}),
 ]
 DRY_SIDES = ("tidegate", "tidegate_overlap", "torchao")
-"""The sides that run with --dry: two of Tidegate, and one that is rarely installed. DeepSpeed is left out, because it
-would first compile its kernels."""
+"""The sides that run with --dry: two of Tidegate, and torchao, which is often not installed, so that a missing package
+is tried, too. DeepSpeed is left out, because it would first compile its kernels."""
 AGAINST = {"zero3_cpu": "tidegate", "twinflow_static": "tidegate_static", "superoffload": "tidegate",
            "torchao": "tidegate", "all_cpu": "tidegate", "resident": "tidegate"}  # fmt: skip
 
@@ -57,8 +57,8 @@ def stage(target: Target) -> dict[str, Any]:
 
 
 def speedups(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Speedups in iteration and update: the median time of another side divided by that of Tidegate, for pairs that
-    were both measured."""
+    """Speedups of Tidegate, for iteration and update: the median time of another side divided by that of Tidegate.
+    Returns them by name of the other side; pairs of which one side was not measured are left out."""
     found: dict[str, dict[str, float]] = {}
     for other, ours in AGAINST.items():
         theirs, own = _measured(rows[other]), _measured(rows[ours])

@@ -58,7 +58,8 @@ def package(text: str) -> str:
 
 
 def needs() -> list[Need]:
-    """All needed packages, first torch, which is not part of the wheelhouse."""
+    """All packages that bench/gpu.sh needs, with torch first. The folder of wheels (`bench.gpu.wheelhouse`) has all of
+    them except torch."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = said["project"], said["project"]["optional-dependencies"]
     known = {package(text): text.partition(" #")[0] for texts in extras.values() for text in texts}

@@ -1,7 +1,7 @@
 """The rows (results) of a stage: each is measured in its own process and saved immediately.
 
-When a stage is run again, rows without enough time are measured again, with twice the time; complete rows are taken
-from the file. So a stage that was stopped early is complete after a few runs.
+When a stage is run again, complete rows are taken from the file. Rows whose measurement was stopped for lack of time
+are measured again, with twice the time limit. So all rows are complete after a few runs of the stage.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bench.gpu.iteration import run_side
 from bench.gpu.target import Target
 
 STAGE_SECONDS = 430.0
-"""Seconds of a stage for its rows. bench/gpu.sh ends the stage after 480 seconds."""
+"""Seconds in which one run of a stage may measure rows. bench/gpu.sh ends the stage after 480 seconds."""
 ALL = 0.9
-"""A row that got at least this share of STAGE_SECONDS and still lacked time is not measured again, because it cannot
-get more time."""
+"""Share of STAGE_SECONDS. A row that was stopped after at least this share is not measured again, because a further run
+of the stage could not give it more time."""
 
 
 class Rows:
-    """Measures rows and keeps their results in a file. lacked_time: names of the rows for which the stage must be run
-    again."""
+    """Measures the rows of a stage, and stores each result in a file. The attribute `lacked_time` has the names of the
+    rows that had not enough time; for these the stage must be run again."""
 
     def __init__(self, target: Target, run: Callable[..., dict[str, Any]] = run_side) -> None:
         self.lacked_time: list[str] = []

@@ -54,8 +54,9 @@ class Ask:
 class Training:
     """A training of one side: the functions of an iteration, and its model.
 
-    peak_device_bytes: function for the peak of GPU memory; None to use torch's own counter. Tidegate needs its own,
-    because it resets torch's counter. notes: further results.
+    peak_device_bytes: function that returns the peak of GPU memory in bytes; None to use torch's own counter. Tidegate
+    needs its own function, because the engine resets torch's counter. notes: further entries of the result, by
+    name: values, or functions that return them.
     """
 
     forward: Callable[[], torch.Tensor]
@@ -67,7 +68,7 @@ class Training:
     notes: dict[str, Any] = field(default_factory=dict)
     optimizer: Any = None
     attachment: Any = None
-    """The attachment (telemetry); None for other sides than Tidegate."""
+    """What `tidegate.attach` returned: the handle of the telemetry. None for sides other than Tidegate."""
 
     def iteration(self) -> None:
         self.backward(self.forward())

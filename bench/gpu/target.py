@@ -45,12 +45,12 @@ class Target:
         return toy if self.dry else full
 
     def side_seconds(self, full: float) -> float:
-        """Seconds for the first attempt of a side. With --dry most of the time is for imports, which are slow on a busy
-        machine."""
+        """Time limit in seconds for the first measurement of one side: `full` on a GPU, and at least DRY_SIDE_SECONDS
+        with --dry, where imports take most of the time and are slow on a busy machine."""
         return max(full, DRY_SIDE_SECONDS) if self.dry else full
 
     def offload(self, **settings: Any) -> tidegate.Offload:
-        """Offload settings. An emulated device gets fast rates, and ample capacity unless a setting limits it."""
+        """Offload settings with these arguments. The emulated device (--dry) gets fast rates; a GPU ignores them."""
         return tidegate.Offload(**settings, emulated=FAST)
 
     def finish_enqueued(self) -> None:

@@ -1,9 +1,10 @@
 """Stage: measures how far copies in both directions and updates run at the same time. Compares Kineto's trace of an
 update with the timeline of the engine.
 
-`busy_seconds`: union of the intervals of each kind (h2d, d2h, device). `overlap`: time in which two kinds are both in
-progress, divided by the busy time of the shorter one. `kineto`: measured by CUPTI. `ours`: measured by the engine's
-CUDA events. With --dry there is no GPU to trace.
+`busy_seconds`: for each kind of work (h2d, d2h, device), the time in which at least one such copy or update is in
+progress. `overlap`: time in which two kinds are both in progress, divided by the smaller one of their busy times.
+`kineto`: these figures as measured by CUPTI. `ours`: as measured by the engine's CUDA events. With --dry there is no
+GPU to trace, so that `kineto` is absent.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def seconds(intervals: Sequence[Interval]) -> float:
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Seconds in which both lists, each free of overlaps, have an interval."""
+    """Seconds that are covered by both lists of intervals. The intervals within one list must not overlap."""
     return seconds(one) + seconds(other) - seconds(union([*one, *other]))
 
 

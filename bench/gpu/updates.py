@@ -1,8 +1,8 @@
-"""Stage: update throughput by stride and static ratio, with the bound of the busiest resource and the model's
-prediction.
+"""Stage: measures the time of the update for several strides and static ratios. Compares it with a lower bound (time of
+the busiest lane), and with the model's prediction.
 
-Weights and gradients are bf16. In place of a real backward, ready gradients are handed over; a pause then lets early
-copies end, as during a longer backward.
+Weights and gradients are bf16. There is no real backward: the gradients are given. A pause before `step()` lets the
+early copies end, as they would during a long backward.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def measure(
 def stage(target: Target) -> dict[str, Any]:
     links = target.result_of("links")
     if links is None:
-        raise SystemExit("The stage `links` comes first: bounds are made from what it measures.")
+        raise SystemExit("The stage `links` comes first: run it, because this stage needs the speeds that it measures.")
     rates = rates_of(links)
     room = psutil.virtual_memory().available // (2 * HOST_BYTES_PER_PARAM)
     numel = target.sized(min(1_000_000_000, room), 64_000)

@@ -1,7 +1,8 @@
-"""Stage: cost of telemetry. Compares iterations with and without the attached agent, in turn in one process, and NVML's
-bytes with those that the engine counts.
+"""Stage: measures the cost of telemetry. Blocks of iterations with and without an attached agent alternate in one
+process. Also lists the link traffic that NVML measures and the bytes that the engine counts, for comparison.
 
-Attached are recorder, exporter, NVML sampler and hooks. One scrape ends each block of iterations. The stride is fixed.
+`tidegate.attach` adds recorder, exporter, NVML sampler and hooks. After each block with an agent, /metrics is scraped
+once. The stride is fixed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def stage(target: Target) -> dict[str, Any]:
 
 
 def of_gpu(address: str) -> dict[str, float]:
-    """The samples of NVML's metrics, and of the bytes that the engine counts, in /metrics at this address."""
+    """Scrapes /metrics at `address`. Returns the values of NVML's metrics and of the engine's link bytes, by name and
+    labels of the metric."""
     with urllib.request.urlopen(f"http://{address}/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     wanted = ("tidegate_gpu_", "tidegate_link_bytes")

@@ -49,7 +49,8 @@ class Choice:
 
 
 def draw(kinds: Sequence[Kind], state_bytes: int, count: int, seed: int) -> list[Choice]:
-    """Draws `count` different configurations, in turn from each kind."""
+    """Draws `count` different configurations at random, the same number for each kind (if `count` is a multiple).
+    state_bytes: bytes of state of the training."""
     random_ = random.Random(seed)
     found: dict[tuple[Kind, str], Choice] = {}
     while len(found) < count:

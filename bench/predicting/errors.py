@@ -11,8 +11,9 @@ from predicting.choices import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One configuration with its update in seconds: measured (median, and quartiles `low` and `high`), predicted by the
-    model, and by the papers' equations (`equation`)."""
+    """The update times of one configuration, in seconds: the typical measured time (`measured`) and the quartiles of
+    the measured times (`low`, `high`); the prediction of the model (`predicted`), and of the papers' equations
+    (`equation`)."""
 
     choice: Choice
     measured: float

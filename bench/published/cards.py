@@ -62,9 +62,9 @@ class Cards:
     """The rate cards of all machines, and the assumptions that all rows share.
 
     blocks_of_20b: blocks of the model 20B. 44 blocks give the 294 GiB of state in DOS Table 2; the 48 blocks stated
-    there would give 320 GiB. pinned_cache: the cache keeps the same subgroups in every step, so that all of it holds
-    state; if False, the order of updates alternates. gradient: as in `Setting`; 4 GB/s in DOS Table 1, 2.5 GB/s in
-    section 4.1.
+    there would give 320 GiB. pinned_cache: the host cache keeps the same subgroups in every step, so that all of it
+    holds state; if False, the order of updates alternates. gradient: bytes per second of gradients from one GPU to the
+    host in DeepSpeed: 4 GB/s in DOS Table 1, 2.5 GB/s in DOS section 4.1.
     """
 
     jlse: Machine = JLSE

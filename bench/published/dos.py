@@ -18,7 +18,8 @@ DOWNSCALE = "The CPU's second pass over new weights costs host memory bandwidth 
 
 
 def answers(cards: Cards) -> Iterator[tuple[str, Ours]]:
-    """The model's results with these rate cards, each with the id of its row."""
+    """Yields the model's result for each figure of Deep Optimizer States: the id of the figure's row, and the result
+    with the rate cards `cards`."""
     yield from _speed_ups(cards)
     yield from _settings(cards)
     yield from _shares(cards)
@@ -45,7 +46,8 @@ def _speed_ups(cards: Cards) -> Iterator[tuple[str, Ours]]:
 
 
 def speed_up(s: Setting, ratio: float = 0.0) -> float:
-    """Speedup of an iteration over TwinFlow with the same static ratio; ratio 0 is ZeRO-3."""
+    """Speedup of Deep Optimizer States: iteration time of TwinFlow divided by its iteration time. ratio: static ratio
+    of both; with 0, TwinFlow is ZeRO-3."""
     return twinflow(s, ratio).total / deep_optimizer_states(s, 2, ratio).total
 
 

@@ -21,7 +21,8 @@ STORAGE = (
 
 
 def answers(cards: Cards) -> Iterator[tuple[str, Ours]]:
-    """The model's results with these rate cards, each with the id of its row."""
+    """Yields the model's result for each figure of MLP-Offload: the id of the figure's row, and the result with the
+    rate cards `cards`."""
     yield from _homes(cards)
     yield from _zero3(cards)
     yield from _speed_ups(cards)

@@ -2,8 +2,8 @@
 
 ZeRO-3 and TwinFlow use the policy `twinflow`: one op at a time. Deep Optimizer States is `interleaved` with a stride.
 With storage, ZeRO-3 has one path and no cache; it reads 16 bytes per parameter (fp32 gradients and state) and writes
-12. MLP-Offload has both paths, Eq. 1, alternating order and a cache, and reads and writes 12 bytes per parameter. State
-is fp32 in all systems.
+12. MLP-Offload has both paths, a tier split by Eq. 1 of its paper, alternating order and a cache; it reads and writes
+12 bytes per parameter. State is fp32 in all systems.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Iteration(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on a machine, with the speeds of the system.
+    """What is simulated: a model on a machine, and the speeds of the training system.
 
     device: parameters per second that one GPU updates. copy, gradient: bytes per second of one GPU in DeepSpeed, for
-    new weights to the GPU and for gradients to the host; DeepSpeed does both one after the other. pinned_cache: as in
-    `Cards`.
+    new weights to the GPU and for gradients to the host; DeepSpeed does both one after the other. pinned_cache: whether
+    the host cache keeps the same subgroups in every step; if False, the order of updates alternates.
     """
 
     model: ModelShape
@@ -89,8 +89,8 @@ class Setting:
 
 @cache
 def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> Iteration:
-    """ZeRO-3 with state in host memory or, with a ratio, DeepSpeed's TwinFlow. gradients_wait: copies of gradients
-    block the backward."""
+    """The simulated iteration of DeepSpeed's TwinFlow with the static ratio `ratio`; with 0, of ZeRO-3 with all state
+    in host memory. gradients_wait: whether copies of gradients block the backward."""
     share = _share(s, DEEPSPEED_BYTES)
     subgroups = subgroups_of(s.of_rank, s.work)
     placed = steady_placements(place_subgroups(len(subgroups), stride=OFF, static_ratio=ratio))
@@ -105,8 +105,8 @@ def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> 
 
 @cache
 def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.0) -> Iteration:
-    """Deep Optimizer States: interleaved by Tidegate's planner, with fp32 state. The CPU downscales new weights in a
-    second pass."""
+    """The simulated iteration of Deep Optimizer States: Tidegate's planner interleaves the updates, and state is fp32.
+    ratio: static ratio. The CPU converts new weights to 16 bits in a second pass."""
     share = _share(s, DOWNSCALED_BYTES)
     subgroups = subgroups_of(s.of_rank, s.work)
     plan = make_plan(
@@ -130,8 +130,8 @@ class Stored(NamedTuple):
 
 @cache
 def zero3_nvme(s: Setting) -> Stored:
-    """ZeRO-3 with all state on NVMe. Gradients are written there in fp32 during the backward, and read with the state
-    during the update."""
+    """The simulated iteration of ZeRO-3 with all state on NVMe. Gradients are written to NVMe in fp32 during the
+    backward, and read with the state during the update."""
     nvme = s.machine.by_name["nvme"]
     one = replace(s, machine=replace(s.machine, paths=(nvme,)))
     written = 4.0 * one.of_rank * s.machine.gpus / nvme.write_bytes_per_second
@@ -143,8 +143,8 @@ def zero3_nvme(s: Setting) -> Stored:
 
 @cache
 def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stored:
-    """MLP-Offload with these paths: 16-bit gradients in host memory, a cache in the host memory that the runtime leaves
-    free, and a split by Eq. 1."""
+    """The simulated iteration of MLP-Offload with these paths: 16-bit gradients in host memory, a cache in the host
+    memory that the training process leaves free, and a tier split by Eq. 1 of the paper."""
     machine = replace(s.machine, paths=tuple(s.machine.by_name[name] for name in paths))
     cache = int(cache_bytes(s) / machine.gpus)
     knobs = EffectiveKnobs(OFF, 0.0, tier_split=EQ1, host_cache_bytes=cache, alternate=not s.pinned_cache)
@@ -152,8 +152,8 @@ def mlp_offload(s: Setting, *, paths: tuple[str, ...] = ("nvme", "pfs")) -> Stor
 
 
 def cache_bytes(s: Setting) -> float:
-    """Host memory of a node for the cache, in bytes: 90 % of it, without the memory of the runtime and without three
-    subgroups of each process.
+    """Host memory of a node for the cache, in bytes: 90 % of the node's memory, without the memory of the runtime (the
+    training processes) and without the host slots of each process.
 
     The runtime takes 250 to 350 GB by model size (MLP 4.3), assumed linear from 40 to 120 G parameters per node.
     """

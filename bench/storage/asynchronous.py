@@ -24,7 +24,7 @@ class AsynchronousGradients:
 
     def __init__(self, optimizer: Any) -> None:
         if not optimizer.offload_optimizer or optimizer.swap_optimizer:
-            raise ValueError("asynchronous copies of gradients: for offload_optimizer.device cpu")
+            raise ValueError("asynchronous copies of gradients need offload_optimizer.device 'cpu'")
         self._optimizer, self._step = optimizer, optimizer.step
         self._copies = torch.cuda.Stream() if torch.cuda.is_available() else None
         optimizer.partition_grads, optimizer.step = self.partition_grads, self.step
@@ -33,7 +33,7 @@ class AsynchronousGradients:
     def partition_grads(self, params: Sequence[Any], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         zero = self._optimizer
         if zero.micro_step_id != 0 or not zero.is_gradient_accumulation_boundary():
-            raise ValueError("asynchronous copies of gradients: for gradient_accumulation_steps 1")
+            raise ValueError("asynchronous copies of gradients need gradient_accumulation_steps 1")
         for param, gradient in zip(params, gradients, strict=True):
             if param.partition_numel() * zero._get_param_partition_rank(param) < param.ds_numel:
                 zero._offload_boundary_param_ids.add(param.ds_id)

@@ -1,5 +1,5 @@
-"""A training with DeepSpeed ZeRO-3, with DeepSpeed's own optimizer offload or with Tidegate. The model is that of
-`Ours`."""
+"""A training with DeepSpeed ZeRO-3, with DeepSpeed's own optimizer offload or with Tidegate. Its model is the same as
+that of the training without DeepSpeed in `storage/ours.py`."""
 
 from __future__ import annotations
 

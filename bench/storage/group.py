@@ -13,8 +13,8 @@ UNIFIED = Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A control group below `root`. A context manager: it is removed at the end, before which its processes must have
-    ended."""
+    """A control group of the kernel, as a folder below `root`. A context manager: the group is made at the beginning
+    and removed at the end. Its processes must have ended before that."""
 
     def __init__(self, root: Path, name: str = "group") -> None:
         self.folder = root / f"tidegate-bench-{name}-{os.getpid()}"

@@ -50,8 +50,8 @@ class Training(Protocol):
     def update(self) -> None: ...
 
     def told(self, backward_began: float) -> dict[str, Any]:
-        """Further figures about the last step, by name. backward_began: start of its backward, on the monotonic
-        clock."""
+        """Figures about the last step in addition to times and bytes, by name; empty if there are none. backward_began:
+        start of the step's backward, on the monotonic clock."""
 
     def close(self) -> None: ...
 
@@ -89,7 +89,7 @@ class Side:
         try:
             answer = self._pipe.recv()
         except EOFError:
-            raise SystemExit("a side ended by itself: what it wrote to stderr says why") from None
+            raise SystemExit("the process of a training ended unexpectedly: see its error message on stderr") from None
         if isinstance(answer, str):
             raise SystemExit(answer)
         return dict(answer)

@@ -1,5 +1,5 @@
-"""Storage paths of chosen speed: file systems on loop devices that the kernel throttles, without knowledge of the
-programs.
+"""Storage paths of chosen speed: file systems on loop devices, which the kernel throttles. The programs that use the
+paths need not be changed for it.
 
 Needs root, loop devices and the blkio controller of cgroup v1. Only processes in the control group are throttled.
 """

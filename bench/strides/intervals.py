@@ -1,4 +1,4 @@
-"""Medians with bootstrap intervals (95 %), of values and of ratios per round."""
+"""Medians with bootstrap confidence intervals (95 %): of measured values, and of the ratios of two series."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(of: Sequence[float], by: Sequence[float]) -> dict[str, float]:
-    """Median and interval of the ratios `of` / `by`, computed in each round, where both have the same load on the
-    machine."""
+    """Median of the ratios `of` / `by`, and its bootstrap interval (95 %). There is one ratio for each round, because
+    within a round both values were measured under the same load of the machine."""
     return interval([one / other for one, other in zip(of, by, strict=True)])

@@ -53,8 +53,8 @@ class Training:
         self.optimizer.observers.append(self._note)
 
     def pace_cpu(self, params_per_second: float) -> None:
-        """Slows the CPU update down to this rate, as the lanes of an emulated device are, so that other load on the
-        machine matters less.
+        """Slows the CPU update down to this rate, so that other load on the machine changes its time less. The lanes of
+        an emulated device are slowed down in the same way.
 
         For this, the bench replaces the engine's function for CPU updates by a wrapper that waits.
         """

@@ -50,9 +50,11 @@ class Settings(BaseModel):
     with a time to wait. A request with an invalid token counts for the token and the address. A request with a valid
     token that lacks the required scope or run counts for the token only."""
     request_seconds: float = Field(default=10.0, gt=0, le=3_600)
-    """A connection without a valid token is closed after this time without an answered request."""
+    """Seconds after which a connection without a valid token is closed, if no request on it was answered in this
+    time."""
     lease_seconds: float = Field(default=10.0, gt=0, le=86_400)
-    """A rank is live until this time after its last message, stale until three times this time, and then lost."""
+    """Duration of the lease in seconds. After its last message a rank is live for this time, then stale until three
+    times this time have passed, and then lost."""
     proposal_seconds: float = Field(default=5.0, gt=0)
     """Time limit for the ranks to answer whether they can apply a proposed generation. If an answer is missing then,
     the generation is aborted."""
@@ -78,8 +80,8 @@ class Settings(BaseModel):
                 )
             if "*" in host.removeprefix("*.") and host != "*":
                 raise ValueError(
-                    f"{host!r} cannot be allowed: give the name of a host, *.example.com for all below example.com, "
-                    "or * for any"
+                    f"--allowed-host {host!r} is not a valid pattern: give the name of a host, *.example.com for all "
+                    "below example.com, or * for any"
                 )
         return hosts
 

@@ -30,10 +30,11 @@ def decision_note(run: str, before: ControlState, decision: Decision, at: float)
 
 
 def taken_over_notes(hello: AgentHello, held: AgentHello | None, at: float) -> list[AuditNote]:
-    """The audit row of a takeover, as a list; empty if `hello`, the message that registers an agent, is no takeover.
+    """The audit row of a takeover, as a list with one row; empty if there is no takeover.
 
-    In a takeover, this agent takes the rank from the agent of `held` (None: nobody holds the rank), whose process has
-    ended without signing off.
+    In a takeover, a new agent registers for a rank in place of an agent whose process has ended without a goodbye.
+    hello: the message with which the new agent registers. held: the same message of the agent that holds the rank;
+    None if no agent holds it.
     """
     if held is None or held.agent != hello.replaces or hello.process == held.process is not None:
         return []
@@ -53,7 +54,8 @@ def note(
     reason: str = "",
     effect: str = "",
 ) -> AuditNote:
-    """An audit row. `made`: the generation that the row is about."""
+    """Creates one row of the audit log. `at`: seconds since the epoch. `made`: the generation that the row is about.
+    `before`: the knobs before the action."""
     return AuditNote(
         timestamp=at,
         actor=actor,

@@ -20,8 +20,8 @@ reasons of this length fit into `MAX_BYTES`."""
 def bounded_runs(views: Iterable[RunView], max_bytes: int = MAX_BYTES) -> list[bytes]:
     """Each view in JSON, in the given order, all together at most `max_bytes`. All are complete if that fits.
 
-    Otherwise the runs with the most bytes for each rank are without the last steps and the effective knobs of their
-    ranks. If that does not suffice, the largest runs are without their ranks.
+    Otherwise the last steps and the effective knobs of ranks are left out, first in the run with the most bytes per
+    rank, until the answer fits. If that does not suffice, all ranks are left out, first in the largest run.
     """
     given = list(views)
     answers = [_json(view) for view in given]
@@ -32,8 +32,8 @@ def bounded_runs(views: Iterable[RunView], max_bytes: int = MAX_BYTES) -> list[b
 def bounded_knobs(view: KnobsView, max_bytes: int = MAX_BYTES) -> bytes:
     """The view in JSON, at most `max_bytes`: complete if that fits.
 
-    Otherwise without the effective knobs of ranks. If that does not suffice, reasons of refusals are cut, too; at last
-    the ranks are left out.
+    Otherwise the effective knobs of the ranks are left out. If the view is still too large, the reasons why ranks
+    refused a proposal are cut, and if that does not suffice, all ranks are left out.
     """
     answer = _json(view)
     for shorten in (_without_effective_knobs, _with_short_refusals, _without_rank_knobs):

@@ -48,7 +48,8 @@ from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import CanaryRequest
 
 FLUSH_SECONDS: Final = 30.0
-"""Time between two writes of the frequently changing data of ranks."""
+"""Seconds between two writes of the ranks' changing data (liveness, time of the last message, step, last report) to the
+database."""
 RESET: Final = "reset_knobs at start-up"
 RETRY_SECONDS: Final = 2.0
 """Time until the next try, if the deadlines and leases of a run could not be handled because of an error."""
@@ -56,7 +57,8 @@ log = logging.getLogger(__name__)
 
 
 class ControlPlane:
-    """All decisions of the daemon. Durations are in seconds."""
+    """Handles the requests of agents and operators: registers ranks, takes their reports and votes, and proposes new
+    knobs. Stores each decision, and applies deadlines and leases. Durations are in seconds."""
 
     def __init__(
         self,
@@ -231,7 +233,9 @@ class ControlPlane:
                 if isinstance(error, OperationalError) and is_busy(error):
                     busy = error
                     continue
-                log.exception("deadlines and leases of run %s failed, next try in %g s", run.name, RETRY_SECONDS)
+                log.exception(
+                    "the check of deadlines and leases of run %s failed, next try in %g s", run.name, RETRY_SECONDS
+                )
                 self._not_before[run.name] = now + RETRY_SECONDS
         if busy is not None:
             raise busy
@@ -300,10 +304,11 @@ class ControlPlane:
     def _reset(
         self, run: Run, hello: AgentHello, knobs: Knobs, seated: AgentRecord, taken_over: list[AuditNote]
     ) -> None:
-        """Makes the start-up settings of the rank the knobs of the run: the agent registered with `reset_knobs`.
+        """Replaces the run's knobs by the rank's start-up settings `knobs`, because its agent registered with
+        `reset_knobs`.
 
-        They are stored in one transaction with the rank (`seated`): if that fails, nothing has changed, and the agent
-        can register again.
+        The knobs, the rank (`seated`) and the audit rows are stored in one transaction. If it fails, nothing has
+        changed, and the agent can register again.
         """
         now, others = self._clock.wall(), run.control.present - {hello.rank}
         paths = bool(hello.paths) or any(run.members[rank].hello.paths for rank in others)
@@ -335,5 +340,5 @@ class ControlPlane:
 
 
 def _all(run: Run, knobs: Knobs) -> KnobChanges:
-    """The knobs as a message; the knobs of storage only if the run has storage paths."""
+    """The knobs as a dictionary for messages. It has the knobs of storage only if the run has storage paths."""
     return knobs.as_dict(paths=bool(run.paths))

@@ -1,4 +1,5 @@
-"""Applies events to runs: decides, stores what was decided, then publishes it."""
+"""Applies control events (proposals, votes, ranks that join or leave, passing time) to runs: makes the decisions that
+follow, stores them, and then publishes them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tidegate.daemon.storage.store import Store
 
 
 class EventApplier:
-    """Applies control events to runs. If the store raises an exception, the run in memory is unchanged."""
+    """Applies control events (proposals, votes, ranks that join or leave, passing time) to runs. If the store raises an
+    exception, the run in memory is unchanged."""
 
     def __init__(self, store: Store, registry: RunRegistry, clock: Clocks) -> None:
         self._store = store

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
 UNUSABLE_REPORT: Final = "No advice: the figures that the ranks reported cannot be used; the daemon's log says why."
 _MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
-"""Exceptions of the model that are possible when reported figures, each of which is valid, contradict each other."""
+"""Exceptions that the model may raise if figures that ranks have reported contradict each other, although each figure
+alone is valid."""
 NO_ROOM: Final = "No prediction: there is no room for it."
 
 
@@ -77,7 +78,8 @@ class PredictionInputs:
             return None
 
     def capacity_shortfall(self, knobs: Knobs) -> str:
-        """The path that is too small for its share under these knobs, as a sentence; empty if none, or if unknown."""
+        """A sentence that names the path that is too small for its share of subgroups with these knobs. Empty if every
+        path is large enough, or if this is unknown."""
         wanted = self.numbers(knobs) if not self.unknown_policy and self.hello.paths else None
         try:
             return self.predictor.capacity_shortfall(wanted) if wanted is not None else ""

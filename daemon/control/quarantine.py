@@ -123,7 +123,7 @@ def _shown(value: object) -> str:
 
 def _step_of(row: StepRow) -> None:
     if StepReport.model_validate_json(row.body).step != row.step:
-        raise ValueError("the step number of the row differs from that of its report")
+        raise ValueError("the step number in the row differs from the step number in its report")
 
 
 _READERS: Final[tuple[tuple[type[Base], Callable[[Any], object]], ...]] = (

@@ -1,4 +1,5 @@
-"""Liveness changes of ranks: seen, lost or finished. Each change is stored and published."""
+"""Changes the liveness of ranks (live, stale, lost, finished). Publishes each change as an event, and stores ranks that
+are lost or have finished."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class RankStates:
         self._clock = clock
 
     def record(self, member: Member) -> AgentRecord:
-        """The rank as it is stored."""
+        """Converts a rank to the record that is stored in the database."""
         return AgentRecord(
             hello=member.hello,
             liveness=self._registry.liveness(member),
@@ -39,7 +40,7 @@ class RankStates:
         )
 
     def mark_live(self, run: Run, member: Member) -> None:
-        """Marks a rank as live because it has sent a message; a lost rank becomes present again."""
+        """Marks a rank as live because it has sent a message. A rank that was lost takes part in votes again."""
         was = self._registry.liveness(member)
         if not run.is_running:
             self._retention.check_quota(run, member.owner)
@@ -50,7 +51,7 @@ class RankStates:
             self._registry.publish_liveness(run, member)
 
     def mark_seen(self, member: Member) -> None:
-        """Sets the time of the last message to now."""
+        """Records that the rank has sent a message now, so that it is live."""
         member.seen_mono, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
 
     def finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
@@ -71,7 +72,8 @@ class RankStates:
                 self.finish(run, member, "daemon", f"Rank {rank} is lost and the run goes on with {size} ranks.")
 
     def announce_liveness(self, run: Run, member: Member, at: float) -> bool:
-        """Publishes and stores the liveness of a rank if it has changed. Returns whether it has changed."""
+        """Publishes the liveness of a rank as an event if it has changed, and stores it if the rank is lost. Returns
+        whether it has changed. `at`: present time in seconds since the epoch."""
         state = self._registry.liveness(member)
         if state == member.announced:
             return False

@@ -14,11 +14,12 @@ from tidegate.wire.agent import AgentHello, Holder
 from tidegate.wire.base import Liveness
 
 MAX_LISTED: Final = 10
-"""Names of runs or ranks that a message lists, at most."""
+"""Maximum number of names of runs or ranks that a message lists."""
 
 
 class RunRegistry:
-    """All runs, ranks and agents. A look-up that finds nothing raises a problem that lists the known names."""
+    """Holds all runs, ranks and agents in memory, and finds them by name. For an unknown name a look-up raises
+    ProblemError (status 404); for runs and ranks, its text lists the known names."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class RunRegistry:
 
     @property
     def lost_seconds(self) -> float:
-        """A rank without a message for this time is lost."""
+        """Seconds without a message after which a rank is lost."""
         return STALE_LEASES * self._lease_seconds
 
     def liveness(self, member: Member) -> Liveness:

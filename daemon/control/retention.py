@@ -24,11 +24,11 @@ from tidegate.wire.agent import AgentHello
 RUNS_KEPT: Final = 10_000
 """Maximum number of runs in the daemon. Above it, the oldest runs that have ended are deleted."""
 RANKS_KEPT: Final = 100_000
-"""Ranks in the daemon, at most."""
+"""Maximum number of ranks in the daemon, over all runs."""
 RUNS_OF_A_TOKEN: Final = 2_000
-"""Running runs of one token, at most."""
+"""Maximum number of runs of one token that are running at the same time."""
 RANKS_OF_A_TOKEN: Final = 20_000
-"""Ranks of one token in running runs, at most."""
+"""Maximum number of ranks of one token, over all its running runs."""
 GONE_RANKS_KEPT: Final = 64
 """Maximum number of lost or finished ranks whose newest steps stay in memory."""
 LAST_STEPS_KEPT: Final = 4_096
@@ -40,11 +40,11 @@ each of 512 ranks with 64 paths."""
 FIT_SECONDS: Final = 1.0
 """Seconds between two checks that the steps in memory are within `STEPS_BYTES_OF_A_TOKEN`."""
 DELETED_AT_ONCE: Final = 20
-"""Runs deleted in one transaction, at most, because other changes wait for the transaction."""
+"""Maximum number of runs that are deleted in one transaction, because other changes wait until it ends."""
 SWEEP_SECONDS: Final = 30.0
 """Time between two searches for old runs."""
 DELETED: Final = "deleted"
-"""Action of the audit row of a deleted run."""
+"""Name of the action in the row of the audit log that records the deletion of a run."""
 
 
 class Retention:

@@ -202,10 +202,10 @@ class Run:
     members: dict[int, Member] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     event_notifier: Notifier = field(default_factory=Notifier)
-    """Notified on every event."""
+    """Wakes the requests that wait for the next event of this run."""
     directive_notifier: Notifier = field(default_factory=Notifier)
-    """Notified when the directive changes: the committed knobs, and the proposal that ranks are to vote on. It is
-    separate from `event_notifier`, which is notified at every report and would wake all waiting ranks."""
+    """Wakes the requests of ranks that wait for a new directive (the committed knobs, and the proposal to vote on). It
+    is separate from `event_notifier`, because that wakes its requests at every report of a rank."""
     _lead_and_paths_cache: tuple[int, tuple[str, ...]] = (-1, ())
     _cached_for: frozenset[int] | None = None
     """The present ranks for which `_lead_and_paths_cache` was computed; None: it must be computed again."""

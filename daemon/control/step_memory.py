@@ -12,9 +12,9 @@ _STEP_BYTES: Final = 3_000
 _ROW_BYTES: Final = 1_000
 _STATE_BYTES: Final = 3_000
 _ENTRY_BYTES: Final = 400
-"""Estimated bytes of a dictionary entry in a step report. The three constants above are for the report itself, for a
-row (an entry of its stalls, links or paths), and for the state of a path. All are measured sizes, rounded up. Rows
-whose texts all have the largest allowed length take twice the estimate."""
+"""Estimated bytes of memory of a dictionary entry in a step report. `_STEP_BYTES` is the estimate for the report
+itself, `_ROW_BYTES` for a row (an entry of its stalls, links or paths), `_STATE_BYTES` for the state of a path. All are
+measured sizes, rounded up. Rows whose texts all have the largest allowed length take twice the estimate."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 

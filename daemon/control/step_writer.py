@@ -15,18 +15,22 @@ from tidegate.daemon.storage.step_table import StepRecord, StepTable, step_of
 from tidegate.wire.step import StepReport
 
 WRITE_SECONDS: Final = 1.0
-"""Time between two writes."""
+"""Seconds between two writes of the buffered steps to the database."""
 UNWRITTEN_KEPT: Final = 50_000
-"""Steps in the buffer, at most, while the database refuses them; then the oldest are dropped."""
+"""Maximum number of steps in the buffer. They accumulate while writes to the database fail. Above the maximum the
+oldest steps are dropped."""
 STEPS_BEFORE_CLEANING: Final = 32
 """Number of new steps of an agent after which its old steps are deleted. To delete one old step with each new step
 would double the work."""
 SWEEP_SECONDS: Final = 3_600.0
-"""Longest time between two deletions of steps older than `keep_seconds`; it is `keep_seconds` if that is shorter."""
+"""Maximum time in seconds between two deletions of the steps that are older than `keep_seconds`. If `keep_seconds` is
+shorter, the deletions are `keep_seconds` apart, but at least SHORTEST_SWEEP_SECONDS."""
 SHORTEST_SWEEP_SECONDS: Final = 60.0
-"""Shortest time between two such deletions, because each examines the last step of every agent that is gone."""
+"""Minimum time in seconds between two deletions of old steps, because each deletion examines the last step of every
+agent that has ended."""
 _AFTER_ALL: Final = 2**63 - 1
-"""A number larger than every step number. As the first step to keep of an agent, it means: delete all of its steps."""
+"""A number larger than every step number. The steps of an agent below a given number are deleted; with this number all
+its steps are deleted."""
 log = logging.getLogger(__name__)
 
 

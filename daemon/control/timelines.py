@@ -14,8 +14,8 @@ from tidegate.wire.timeline import TimelineView
 TIMELINES_KEPT: Final = 24
 """Number of kept timelines. A compressed timeline is about 10 kB for 200 spans, and at most 100 kB."""
 KEEP_SECONDS: Final = 5.0
-"""Minimum time between two kept timelines. Otherwise the timelines of a run with short steps would cover a few seconds
-only, and compressing each timeline would cost more than the rest of a report."""
+"""Minimum time between two kept timelines, in seconds. Without a minimum, the kept timelines of a run with short steps
+would cover only a few seconds, and their compression would cost more than the rest of a report."""
 
 
 @dataclass
@@ -29,12 +29,14 @@ class Timelines:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps that have a timeline, oldest first. After training has resumed from a checkpoint, steps repeat."""
+        """Numbers of the steps that have a timeline, the oldest timeline first. A training that resumes from a
+        checkpoint runs the same step numbers again, so a number may be smaller than the one before it."""
         newest = () if self.newest is None or self.newest.step in self._kept else (self.newest.step,)
         return (*self._kept, *newest)
 
     def add(self, view: TimelineView) -> None:
-        """Makes this the newest timeline, and keeps it if the last kept one is older than `KEEP_SECONDS`."""
+        """Stores `view` as the newest timeline. Also keeps it for later, unless the last kept timeline was added less
+        than `KEEP_SECONDS` ago."""
         self.newest = view
         now = self.clock()
         if now - self._kept_at < KEEP_SECONDS:

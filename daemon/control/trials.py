@@ -29,9 +29,11 @@ from tidegate.wire.canary import CanaryRequest
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 5.0
-"""A rollback that the ranks refused is proposed again after this time, then after twice as long each time."""
+"""Time in seconds after which a rollback that was not committed is proposed for the second time. The wait before each
+further proposal is twice as long, up to `MAX_RETRY_SECONDS`."""
 MAX_RETRY_SECONDS: Final = 300.0
-"""Longest time between two proposals of a rollback: each one adds a generation and two audit rows, which are kept."""
+"""Longest time between two proposals of the same rollback, in seconds. It is long, because each proposal adds a
+generation and two audit rows to the database."""
 EVALUATION_INTERVAL_FACTOR: Final = 20.0
 """Pause before the next evaluation of a trial, as a multiple of the time that an evaluation took: an evaluation reads
 all steps of all ranks."""
@@ -41,7 +43,7 @@ after the step that decides it."""
 SHORTEST_REPORT_SECONDS: Final = 0.1
 """Shortest interval between two reports of a rank that the daemon requests during a trial."""
 COMMITTED_STATES: Final = frozenset({"committed", "applied"})
-"""States of generations that were committed."""
+"""States of a generation that was committed: `committed` first, then `applied` when all present ranks run with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,10 @@ class Predicted:
 
 
 class Trials:
-    """The trials of all runs. `advance(run, event)` applies an event to a run: it decides, stores and notifies."""
+    """Starts and evaluates the trials of all runs, and proposes rollbacks.
+
+    advance: function that applies an event to a run: it makes the decisions, stores them and notifies the ranks.
+    """
 
     def __init__(
         self, store: Store, advance: Callable[[Run, ControlEvent], None], clock: Clocks, proposal_seconds: float
@@ -68,11 +73,18 @@ class Trials:
         """Earliest time of the next evaluation, by run; on the monotonic clock."""
 
     def begin(self, run: Run, request: CanaryRequest, predicted: Predicted) -> Canary:
-        """Creates a trial, which compares the steps after the change with the steps before it. Raises a 409 problem if
-        there are too few steps before."""
+        """Creates the trial of a change, which compares the steps after the change with the steps before it.
+
+        Raises a 409 problem if no rank is running, if another trial has not ended, or if too few steps have run with
+        the committed generation.
+        """
         committed = run.control.committed
         if not run.control.present:
-            raise ProblemError(409, "no-baseline", "No rank is running: there are no steps to compare with.")
+            raise ProblemError(
+                409,
+                "no-baseline",
+                "No rank is running, so a trial has no steps to compare with: try again when a rank runs.",
+            )
         if committed.canary is not None and committed.canary.open:
             detail = (
                 f"Generation {committed.number} is still on trial: wait for its verdict, roll it back, "
@@ -98,7 +110,8 @@ class Trials:
         )
 
     def report_seconds(self, run: Run) -> float | None:
-        """Seconds between two reports that ranks are to keep while a trial has no verdict; None without a trial."""
+        """Time between two reports, in seconds, that the daemon requests from the ranks while the run's trial has no
+        verdict; None if there is no such trial."""
         canary = run.control.committed.canary
         if canary is None or canary.state != "waiting":
             return None
@@ -106,7 +119,8 @@ class Trials:
         return max(SHORTEST_REPORT_SECONDS, canary.steps / REPORTS_A_TRIAL * typical)
 
     def evaluate(self, run: Run) -> None:
-        """Evaluates the trial if it has enough steps; starts a rollback if the change is harmful. Called at reports."""
+        """Evaluates the run's trial if enough steps have run, and proposes a rollback if the change is harmful. Called
+        after each report of a rank and at each tick; does nothing if the last evaluation was a short time ago."""
         committed = run.control.committed
         if committed.canary is None or committed.canary.state != "waiting" or committed.state != "applied":
             return
@@ -137,7 +151,12 @@ class Trials:
             self._next_request[run.name] = (now + wait, wait)
             base = self._store.generation(run.name, canary.base)
             if base is None:
-                log.error("run %s cannot be rolled back to generation %d, which cannot be read", run.name, canary.base)
+                log.error(
+                    "run %s cannot be rolled back after a harmful trial, because generation %d cannot be read from the "
+                    "database: roll back to another generation",
+                    run.name,
+                    canary.base,
+                )
                 return
             self._propose(run, base, "daemon", f"Canary of generation {committed.number}: {canary.verdict}")
 
@@ -177,7 +196,9 @@ class Trials:
             detail = f"What is stored of generation {to} of run {run.name!r} cannot be read: choose another one."
             raise ProblemError(409, "generation-damaged", detail)
         if target.state not in COMMITTED_STATES:
-            raise ProblemError(409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it.")
+            raise ProblemError(
+                409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it. Choose another one."
+            )
         return target
 
     def _propose(self, run: Run, target: Generation, author: str, reason: str) -> Generation:

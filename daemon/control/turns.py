@@ -2,7 +2,7 @@
 
 The control plane decides in synchronous code that stores a decision before it makes the decision visible. A turn runs
 such code: at each call of the store the code is suspended until a thread has done the work. There is one turn at a
-time, so decisions stay atomic. Requests that only read need no turn, and see what was stored.
+time, so decisions stay atomic. Requests that only read need no turn, and see only decisions that are stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TURN_SECONDS: Final = 4.0
-"""Longest wait for a turn; agents wait 5 s for a response."""
+"""Longest time that a request waits for its turn, in seconds: less than the 5 s for which agents wait for a
+response."""
 TRY_SECONDS: Final = 0.02
 """Pause between two tries to get a write lock that another process holds."""
 
@@ -42,8 +43,9 @@ class Turns:
         """Calls `decide` in a turn and returns its result.
 
         While another process holds the database's write lock, `decide` is called again for up to `WAIT_SECONDS`, with
-        turns of other callers in between. So `decide` must change nothing if its first write fails. After a wait
-        without success, each later turn tries only once, until one of them has obtained the lock.
+        turns of other callers in between. So `decide` must change nothing if its first write fails. If `decide` could
+        not get the lock in that time, this method raises OperationalError, and each later turn calls `decide` only
+        once, until a turn has obtained the lock.
         """
         timeout, deadline = self._store.lock_timeout, time.monotonic() + WAIT_SECONDS
         while True:

@@ -22,7 +22,8 @@ MIN_STEPS_BEFORE: Final = 5
 UNCOUNTED_STEPS: Final = 1
 """Number of steps left out at the beginning of a generation: the first step moves state, and is not representative."""
 SIGNIFICANT_SCORE: Final = 2.33
-"""Standard score that chance exceeds with a probability of 1 %."""
+"""Standard score (z) above which a difference is significant. If the change has no effect, the score is larger with a
+probability of 1 %."""
 EARLY_SHARE, EARLY_RATIO = 4, 1.5
 """Limits for ending a trial early. A trial ends when 1/`EARLY_SHARE` of its steps (at least 3) have run, and each of
 them took more than `EARLY_RATIO` times as long as the slowest step before the change."""
@@ -75,7 +76,8 @@ class Canary:
 def common_steps(
     ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0, end: int | None = None
 ) -> list[StepOfAllRanks]:
-    """The steps in [first, end) that every rank has reported, oldest first, without skipped steps.
+    """The steps with numbers in [first, end) that every rank has reported, oldest first. Steps that a rank has skipped,
+    or without an update time, are left out.
 
     ranks: the steps of each rank, and the size of its device memory in bytes.
     """
@@ -100,7 +102,7 @@ def _combine(row: Sequence[tuple[StepFigures, int | None]]) -> StepOfAllRanks:
 
 
 def judge(canary: Canary, after: Sequence[StepOfAllRanks]) -> Canary:
-    """The canary with its verdict; unchanged while there are too few steps.
+    """The canary with its verdict; the unchanged canary if there are too few steps for a verdict.
 
     after: the steps with the change, from the first one on.
     """
@@ -185,9 +187,9 @@ def _in_words(m: CanaryMeasure) -> str:
 
 
 def _short_of_memory(canary: Canary, after: Sequence[StepOfAllRanks]) -> str:
-    """A sentence if the change left less than `min_headroom` of device memory free; else empty.
+    """A clause for the verdict if the change has left less than `min_headroom` of device memory free; else "".
 
-    It is empty, too, where less was free before the change already, or where the memory's size is unknown.
+    Also "" if less than `min_headroom` was free before the change, or if the size of the memory is unknown.
     """
     before = min((s.free_share for s in canary.before if s.free_share is not None), default=None)
     now = min((s.free_share for s in after if s.free_share is not None), default=None)

@@ -27,7 +27,9 @@ DecisionKind = Literal[
     "proposed", "voted", "committed", "refused", "aborted", "superseded", "rank_applied", "applied",
     "promoted", "condemned", "canary_ended",
 ]  # fmt: skip
-"""Kind of a decision."""
+"""What has happened to a generation. `rank_applied`: one rank runs with it; `applied`: all present ranks do.
+`promoted`, `condemned`: verdict of its trial. `canary_ended`: its trial has ended, because another generation was
+committed."""
 NO_RANKS: Final = "No rank is running: takes effect when the run starts again."
 
 
@@ -66,7 +68,7 @@ class ControlState:
     """State of a run's generations: one committed generation, and at most one pending proposal that is newer."""
 
     newest: int
-    """Largest generation number so far."""
+    """Number of the run's newest generation, in whatever state that generation is."""
     committed: Generation
     pending: Generation | None = None
     deadline: float = math.inf
@@ -82,8 +84,9 @@ class ControlState:
 class NewProposal:
     """Event: new knobs are proposed. `at`: seconds since the epoch; `deadline`: on the monotonic clock.
 
-    knobs: all knobs. changes: the changed knobs only. commit: the generation is committed without a vote, which is for
-    the start-up settings of a run with `reset_knobs`.
+    knobs: all knobs. changes: the changed knobs only. commit: whether the generation is committed without a vote, as
+    for the start-up settings of a rank that registers with `reset_knobs`. restores: for a rollback, the number of the
+    generation whose knobs are proposed again.
     """
 
     knobs: KnobChanges
@@ -110,7 +113,7 @@ class VoteCast:
 
 @dataclass(frozen=True, slots=True)
 class RankApplied:
-    """Event: a rank runs with a generation since this step."""
+    """Event: a rank has begun to run with a generation. `step`: the first step with it."""
 
     rank: int
     generation: int
@@ -164,7 +167,7 @@ Outcome = tuple[ControlState, tuple[Decision, ...]]
 
 
 def decide(control: ControlState, event: ControlEvent) -> Outcome:
-    """The new state after `event`, and the decisions in order."""
+    """The state after `event`, and the decisions that follow from the event, in order."""
     match event:
         case NewProposal():
             return _propose(control, event)
@@ -248,7 +251,8 @@ def _apply(control: ControlState, event: RankApplied) -> Outcome:
 
 
 def _count_votes(control: ControlState, at: float) -> Outcome:
-    """Decides the pending generation if the votes suffice."""
+    """Commits the pending generation if all present ranks have accepted it or no rank is present; closes it as refused
+    if a present rank has refused it. Changes nothing while votes are missing. `at`: seconds since the epoch."""
     if (pending := control.pending) is None:
         return control, ()
     refusing = [rank for rank, ballot in pending.votes.items() if not ballot.can and rank in control.present]
@@ -266,7 +270,8 @@ def _count_votes(control: ControlState, at: float) -> Outcome:
 
 
 def _commit(control: ControlState, pending: Generation, outcome: str, at: float) -> Outcome:
-    """Commits the pending generation, and ends the trial of the committed generation before it."""
+    """Commits the pending generation, and ends the trial of the generation that was committed before. `outcome`: the
+    reason as a sentence, for operators; `at`: seconds since the epoch."""
     committed = replace(pending, state="committed", decided_at=at, outcome=outcome)
     decisions: tuple[Decision, ...] = (Decision("committed", committed),)
     old = control.committed
@@ -285,7 +290,8 @@ def _close(
     outcome: str,
     at: float,
 ) -> Outcome:
-    """Ends the pending generation without a commit."""
+    """Ends the pending generation in `state`, without a commit. `outcome`: the reason as a sentence, for operators;
+    `at`: seconds since the epoch."""
     canary = pending.canary.closed("superseded", "It never ran.") if pending.canary else None
     closed = replace(pending, state=state, decided_at=at, outcome=outcome, canary=canary)
     return replace(control, pending=None, deadline=math.inf), (Decision(state, closed),)

@@ -14,10 +14,11 @@ MIN_STEPS_AFTER: Final = 5
 
 
 def measure(steps: Iterable[StepFigures], applied: Mapping[int, int], generation: int) -> MeasuredEffect | None:
-    """Median update seconds of up to 20 steps before and after the change; None before 5 steps ran with `generation`.
+    """Median update seconds of up to 20 steps before and 20 steps after the change to `generation`.
 
-    applied: the first step that ran with each generation. Only steps of `generation` and of the generation directly
-    before it are compared.
+    None if no step is known from before the change, or fewer than 5 steps have run with `generation`. applied: the
+    number of the first step with each generation, by generation. Only steps of `generation` and of the generation
+    directly before it are compared.
     """
     if generation not in applied:
         return None

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple, Self
 from tidegate.wire.step import StepReport
 
 STEPS_KEPT: Final = 256
-"""Maximum number of steps that are kept of each rank (the newest), here and, after each clean-up, in the database."""
+"""Maximum number of steps that are kept for each rank, the newest ones. In the database this limit
+applies after each deletion of old steps."""
 PHASES: Final = ("forward", "backward", "update")
 _WIDTH: Final = 5
 """How many numbers are stored for each step."""
@@ -62,7 +63,8 @@ class StepWindow:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest step when the window is full, else -1."""
+        """Step number of the oldest step if the window is full; -1 while it has room. Steps with smaller numbers are
+        not needed any more."""
         return self._steps[self._count % STEPS_KEPT] if self._count >= STEPS_KEPT else -1
 
     def add(self, figures: StepFigures) -> None:

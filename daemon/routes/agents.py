@@ -31,7 +31,7 @@ fast_router = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=FastRo
 
 
 class WaitQuery(BaseModel):
-    """Query of a long poll."""
+    """Query of a long poll. `wait`: longest time until the response, in seconds."""
 
     wait: Wait = 0.0
 

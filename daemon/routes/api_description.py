@@ -18,9 +18,9 @@ from tidegate.knobs.knobs import SPECS, KnobSpec
 from tidegate.wire.standards import Problem
 
 ALWAYS: Final = (400, 413, 422, 500)
-"""Problems of every route."""
+"""Status codes of the error responses (problems) that every route can give."""
 WITH_TOKEN: Final = (401, 403, 429)
-"""Problems of every route that needs a token."""
+"""Status codes of the further error responses (problems) that every route that needs a token can give."""
 _DROPPED: Final = ("HTTPValidationError", "ValidationError")
 _DECIMAL: Final = r"[0-9]+(\.[0-9]+)?"
 Json = dict[str, Any]

@@ -17,7 +17,7 @@ Limit = Annotated[int, Query(ge=1, le=5_000)]
 
 @router.get("/audit")
 async def whole(plane: Plane, limit: Limit = 500) -> list[AuditRow]:
-    """The newest rows of the whole log, oldest first, including rows about tokens and about alerts without a run."""
+    """The newest rows of the whole audit log, oldest first: of all runs, of tokens, and of alerts without a run."""
     return await asyncio.to_thread(plane.store.audit, None, limit)
 
 

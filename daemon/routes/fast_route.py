@@ -1,7 +1,7 @@
 """Fast routes, for requests that hundreds of ranks send every second: they skip FastAPI's router and dependencies.
 
-FastAPI would match the routes a second time and resolve an endpoint's dependencies at each request, which takes longer
-than handling a report. The routes are in the OpenAPI document as all others.
+`SecurityMiddleware` has already found the route of a request. FastAPI would look for the route again and resolve the
+endpoint's dependencies, which takes longer than handling a report. Fast routes are in the OpenAPI document like others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class FastRoute(APIRoute):
         others = [name for name, model in (self._query | self._body).items() if not issubclass(model, BaseModel)]
         if others or len(self._body) > 1 or not {"plane", "agent"} <= {*hints}:
             raise TypeError(
-                f"{endpoint.__name__} has wrong parameters: a fast route takes `plane`, `agent`, `token` if needed, "
-                "and pydantic models: those in Annotated are read from the query, at most one other from the body"
+                f"{endpoint.__name__} has wrong parameters. A fast route must take `plane` and `agent`, and may take "
+                "`token` and pydantic models: models in Annotated for the query, and at most one other for the body"
             )
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +79,8 @@ class FastRoute(APIRoute):
 
 
 class FastRouteMiddleware:
-    """ASGI middleware inside `SecurityMiddleware` that calls fast routes directly, with the route found there.
+    """ASGI middleware that calls the endpoints of fast routes directly. It takes the route from the request's state,
+    where `SecurityMiddleware`, which runs before it, has stored it.
 
     handlers: the application's exception handlers, by class of exception or status.
     """

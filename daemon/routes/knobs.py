@@ -33,9 +33,9 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
 @router.get("/knobs", dependencies=[READ], response_model=KnobsView)
 async def knobs(plane: Plane, run: str) -> Response:
-    """The desired knobs, their bounds, and the knobs that each rank uses. The ETag is for If-Match. The answer has at
-    most 48 MiB. Where it would be larger, ranks come without `effective`; if that does not suffice, `refused` is cut to
-    40 characters; at last the ranks are left out."""
+    """The desired knobs, their bounds, and the knobs that each rank uses. A change of knobs sends the ETag as If-Match.
+    The answer has at most 48 MiB. If it would be larger, `effective` of all ranks is left out. If that does not
+    suffice, `refused` of each rank is cut to 40 characters, and then all ranks are left out."""
     found = plane.registry.run(run)
     answer = bounded_knobs(serializers.knobs_view(found, plane.registry.states(found)))
     return Response(answer, media_type="application/json", headers={"ETag": f'"{found.control.newest}"'})
@@ -97,8 +97,8 @@ async def roll_back(
 
 @router.get("/generations", dependencies=[READ], response_model=list[GenerationView])
 async def generations(plane: Plane, run: str) -> Response:
-    """All generations, oldest first. The answer has at most 48 MiB: where that is too little for all, it has the newest
-    that fit."""
+    """All generations, oldest first. The answer has at most 48 MiB: if not all generations fit, the oldest are left
+    out."""
     name = plane.registry.run(run).name
 
     def read() -> bytes:
@@ -153,7 +153,8 @@ async def _predict(run: Run, before: Knobs, after: Knobs) -> KnobPreview:
 
 
 async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, response: Response) -> GenerationView:
-    """The generation's state when it is decided, or after `wait` seconds; sets the status and the ETag."""
+    """The generation, as soon as it is decided, at the latest after `wait` seconds. Sets the status of `response` (200
+    if it is decided, else 202) and its ETag (number of the run's newest generation)."""
     deadline = time.monotonic() + wait
     while (left := deadline - time.monotonic()) > 0 and _undecided(run, number) and not plane.closing:
         await run.directive_notifier.wait(left)

@@ -22,9 +22,9 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 @router.get("", dependencies=[READ_OF_ANY_RUN], response_model=list[RunView])
 async def runs(plane: Plane, who: RequestCaller) -> Response:
-    """All runs that the token gives access to, newest first. The answer has at most 48 MiB. Where it would be larger,
-    the runs with the most data for each rank come without `last_step`, `effective` and `totals`, then the largest runs
-    without ranks."""
+    """All runs that the token gives access to, newest first. The answer has at most 48 MiB. If it would be larger,
+    `last_step` and `effective` of ranks and `totals` of runs are left out, first for the runs with the most data for
+    each rank. If that does not suffice, the largest runs come without ranks."""
     visible = sorted((r for r in plane.registry.runs.values() if who.may_see(r.name)), key=lambda r: -r.created_at)
     answers = bounded_runs(serializers.run_view(run, plane.registry.states(run)) for run in visible)
     return Response(b"[" + b",".join(answers) + b"]", media_type="application/json")
@@ -67,7 +67,11 @@ async def timeline(
     view = stored.newest if step is None else stored.at(step)
     if view is None and step is not None:
         kept = ", ".join(map(str, stored.steps[-10:])) or "none yet"
-        raise ProblemError(404, "unknown-step", f"There is no timeline of step {step} of rank {rank}. Kept: {kept}.")
+        raise ProblemError(
+            404,
+            "unknown-step",
+            f"There is no timeline of step {step} of rank {rank}. The newest steps with a timeline: {kept}.",
+        )
     return view or Response(status_code=204)
 
 

@@ -1,4 +1,7 @@
-"""/sd: Prometheus HTTP service discovery. The list is always complete; on an error Prometheus keeps its old targets."""
+"""/sd: the ranks that Prometheus scrapes, for its HTTP service discovery.
+
+Each answer lists all of them. If a request fails, Prometheus keeps the targets of the answer before.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ File descriptors are divided into three parts: `OWN_DESCRIPTORS` for the daemon 
 connections without a valid token; and the rest, at least three quarters, for connections with a valid token. A new
 connection is always accepted. If there are then too many connections without a valid token, the daemon closes one: the
 oldest connection of the address (IPv6: the /64 network) that has the most of them. So a client that opens many
-connections only displaces its own connections. A client that sends its request at once is in this group only until the
-request has arrived.
+connections only displaces its own connections. A connection counts as one without a valid token only until the first
+request with a valid token has arrived on it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ WHY: Final[dict[Reason, str]] = {
 OWN_DESCRIPTORS: Final = 128
 """File descriptors reserved for the database, its log, the listening socket and files."""
 MAX_UNAUTHORIZED: Final = 1_024
-"""Connections without a valid token, at most."""
+"""Upper bound for the limit on open connections without a valid token."""
 MIN_CONNECTIONS: Final = 16
 """Minimum of each limit on the number of connections, even if fewer file descriptors are available."""
 LOG_SECONDS: Final = 60.0
-"""Refusals are logged at most once in this time."""
+"""Shortest time between two log lines about refused connections, in seconds."""
 REQUEST_SECONDS: Final = 75.0
 """Longest time to receive a request on a connection with a valid token."""
 log = logging.getLogger(__name__)
@@ -99,7 +99,10 @@ class ConnectionLimiter:
         self._logged_at = -LOG_SECONDS
 
     def register(self, address: str, close: Callable[[Reason], object]) -> Connection:
-        """Registers a new connection; may close another connection to stay within the limit."""
+        """Registers a new connection; may close another connection to stay within the limit.
+
+        address: IP address of the client. close: function that closes the connection; it gets the reason.
+        """
         connection = Connection(self, address, close)
         self._by_network.setdefault(network_of(address), {})[connection] = None
         self.unauthorized += 1
@@ -138,7 +141,8 @@ class ConnectionLimiter:
             connection.arm(REQUEST_SECONDS, self._on_timeout)
 
     def answered(self, connection: Connection) -> None:
-        """Handles a sent response: without a valid token, starts the time limit for the next request."""
+        """Handles a sent response. On a connection without a valid token, starts the time limit for the next request,
+        and makes the connection the newest of its network (of a network, the oldest is closed first)."""
         connection.served = True
         if not (connection.authorized or connection.gone):
             of_network = self._by_network[network_of(connection.address)]
@@ -163,8 +167,9 @@ class ConnectionLimiter:
         what = ", ".join(f"{count} {WHY[why]}" for why, count in self._unlogged.most_common())
         whose = ", ".join(address for address, _ in self._unlogged_addresses.most_common(3))
         log.warning(
-            "refused connections: %s; most from %s. Open connections without a valid token: %d (at most %d), with one: "
-            "%d (at most %d). All refusals are counted in tidegate_refused_connections_total and logged once a minute",
+            "refused connections since the last such message: %s; most of them from %s. Open connections now: %d "
+            "without a valid token (limit %d), %d with a valid token (limit %d). This message comes at most once a "
+            "minute; tidegate_refused_connections_total counts all refusals",
             what, whose, self.unauthorized, self.unauthorized_limit, self.authorized, self.capacity,
         )  # fmt: skip
         self._unlogged.clear()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 REFILL_SECONDS: Final = 3.0
-"""A bucket gains one allowed failure in this time."""
+"""Time in seconds in which the number of allowed failures in a token bucket grows by one, up to its maximum."""
 MAX_KEYS: Final = 10_000
 """Maximum number of buckets in memory; above it, the least recently used bucket is deleted."""
 
@@ -24,7 +24,8 @@ class _Bucket:
 
 
 class FailureLimiter:
-    """One bucket of allowed failures for each key. A key names a token's digest or an address.
+    """Counts failed requests in one token bucket of allowed failures for each key. A key is a text that names an access
+    token (by its digest) or a client's address.
 
     Only failures count, so a client with a valid token is never delayed by other clients that share its address.
     """

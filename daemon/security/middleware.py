@@ -31,7 +31,8 @@ REFUSALS = {
 OPEN_BODY_BYTES: Final = 65_536
 """Largest body of a request that needs no token."""
 MAX_OWN_NAMES: Final = 64
-"""Maximum number of accepted Host headers in the cache. With wildcards there is no limit on the valid headers."""
+"""Largest number of entries in the cache of accepted Host headers. If a wildcard is allowed, clients can send any
+number of different headers that are accepted."""
 TOO_MANY: Final = (
     "All connections that the daemon's limit of descriptors allows are in use: raise it (ulimit -n, LimitNOFILE)."
 )
@@ -143,9 +144,10 @@ class SecurityMiddleware:
         return None, caller
 
     def _refuse(self, scope: Scope, token: str, status: int, type: str, detail: str) -> Response:
-        """The refusal, counted as a failure: 429 after too many of them.
+        """The response that refuses a request: `status`, but 429 after too many failures. Counts one failure.
 
-        An invalid token counts for the token and for the address, a valid token without the right for the token only.
+        If the token is invalid, the failure counts for the token and for the client's address. If the token is valid,
+        but has the wrong scope or run, it counts for the token only.
         """
         address = str((scope.get("client") or ("unknown",))[0])
         keys = [f"token {digest_of(token)}", *([f"address {address}"] if status == 401 else [])]
@@ -177,12 +179,13 @@ class SecurityMiddleware:
 
 
 async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:
-    """ASGI application behind TrustedHostMiddleware, which calls it only for a Host header that names the daemon."""
+    """ASGI application that notes in `scope` that the Host header names the daemon. TrustedHostMiddleware calls it only
+    for such a header."""
     scope[_OWN_NAME] = True
 
 
 async def _receive_disconnect() -> Message:
-    """A receive channel without a body."""
+    """ASGI receive channel of a request without a body: it says that the client has disconnected."""
     return {"type": "http.disconnect"}
 
 

@@ -46,7 +46,7 @@ class RouteRequirement:
     """Whether the middleware accepts tokens that are for a single run, whichever it is. The route itself then checks to
     which runs the token gives access."""
     run: str | None = None
-    """The run in the request's path."""
+    """The run that the request's path names; None if it names none."""
 
     def grants(self, scope: Scope) -> bool:
         return self.scopes <= GRANTS[scope]
@@ -117,10 +117,11 @@ _DECLARED: Final[Mapping[Any, RouteRequirement]] = {
 
 
 class RouteMatch(NamedTuple):
-    """What a request's method and path lead to."""
+    """The route that serves a request, found by method and path, and the access requirement of the request."""
 
     requirement: RouteRequirement
-    """The requirement of the route; for a request that no route serves, the one of a 404 or 405 response."""
+    """The requirement of the route. If no route serves the request: the requirement that a caller must fulfil to get a
+    404 or 405 response."""
     route: APIRoute | None
     """The route that serves the request; None where there is none."""
     child_scope: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Token authentication: the caller of a token. `scopes.py` defines what the caller may do.
+"""Token authentication: finds the caller who holds a token. `scopes.py` defines what the caller may do.
 
 The daemon's first start writes one token of each scope to private files.
 """
@@ -21,12 +21,13 @@ from tidegate.daemon.storage.token_table import StoredToken, digest_of
 from tidegate.errors import DaemonError
 
 REFRESH_SECONDS: Final = 2.0
-"""The tokens in memory are read from the store again when they are this old."""
+"""Age in seconds at which the tokens in memory are read from the store again."""
 SHORTEST_TOKEN: Final = 16
 LONGEST_TOKEN: Final = 1_024
 """Maximum length in characters of a token in a token directory. `SHORTEST_TOKEN` is the minimum length."""
 UNKNOWN_REFRESH_SECONDS: Final = 0.2
-"""When a request has an unknown token, the tokens in memory are read from the store again if they are this old."""
+"""Age in seconds at which the tokens in memory are read from the store again when a request has an unknown token, which
+may be a new one."""
 
 
 @dataclass(frozen=True, slots=True)

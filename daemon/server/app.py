@@ -147,7 +147,7 @@ async def _tick_forever(plane: ControlPlane) -> None:
         try:
             await plane.turns.do(plane.tick)
         except Exception:  # a temporary error, such as a full disk, must not stop the timer loop
-            log.exception("the control plane's tick failed")
+            log.exception("the periodic work of the control plane (its tick) failed; it is tried again")
             await asyncio.sleep(RETRY_SECONDS)
         await asyncio.sleep(TICK_SECONDS)
 
@@ -158,7 +158,7 @@ async def _check_tokens_forever(tokens: Tokens) -> None:
         try:
             tokens.check_waiting()
         except Exception:  # as in `_tick_forever`
-            log.exception("the check of the tokens of waiting requests failed")
+            log.exception("the check whether tokens of waiting requests are still valid failed; it is tried again")
             await asyncio.sleep(RETRY_SECONDS)
         await asyncio.sleep(TOKEN_CHECK_SECONDS)
 

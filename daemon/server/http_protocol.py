@@ -27,7 +27,8 @@ FRAMING: Final = 8
 """Bytes of framing that a chunked body may have for each byte of content, in addition to `MAX_HEADER_BYTES`."""
 BACKLOG: Final = 2_048
 AT_ONCE: Final = 16
-"""Connections that are accepted in a row before the event loop serves open connections."""
+"""Number of connections that are accepted one after another before the event loop serves open connections again. Also
+the number of connections that are closed when no file descriptor is free."""
 PAUSE_SECONDS: Final = 0.05
 """Pause before the next try when no connection can be accepted."""
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
@@ -40,7 +41,8 @@ class _UpgradeWithBody(Exception):
 
 
 class Protocol(PipelinedProtocol):
-    """HTTP protocol of one connection. Its `Connection` is at `request.state.connection` of each request."""
+    """HTTP protocol of one connection. Each request has the limiter's `Connection` object for it in
+    `request.state.connection`."""
 
     def __init__(self, limiter: ConnectionLimiter, connection: Connection, **more: Any) -> None:
         super().__init__(**more)

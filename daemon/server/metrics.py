@@ -1,4 +1,5 @@
-"""The daemon's own metrics: ranks by state and desired generations (read at scrape time), and request counters."""
+"""The daemon's own metrics: number of ranks by liveness, committed generation of each run, requests and refused
+connections. Liveness and generations are read from the control plane at each scrape."""
 
 from __future__ import annotations
 

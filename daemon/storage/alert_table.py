@@ -29,8 +29,8 @@ class AlertTable:
     """The alerts of one database."""
 
     def __init__(self, reading: sessionmaker[Session], row_reader: RowReader) -> None:
-        """`reading`: sessions that only read. `row_reader`: leaves out rows that cannot be read, and remembers them;
-        None: a new one."""
+        """`reading`: makes sessions that only read. `row_reader`: leaves out rows that cannot be read, and remembers
+        their keys."""
         self._reading, self._row_reader = reading, row_reader
 
     def all(self) -> list[KnownAlert]:
@@ -57,5 +57,5 @@ def alert_of(row: AlertRow) -> KnownAlert:
     """The alert of a database row; raises for a row that cannot be read."""
     alert = KnownAlert(AlertView.model_validate(row.body), row.owner)
     if alert.key != (row.run, row.fingerprint):
-        raise ValueError("the row's keys differ from the alert in its body")
+        raise ValueError("run or fingerprint of the stored row differ from those in the alert that it holds")
     return alert

@@ -90,9 +90,10 @@ def why_unusable(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def database_errors_explained(consequence: str) -> Iterator[None]:
-    """Turns the error of an unusable or locked database into a DaemonError: reason, `consequence` and remedy.
+    """Context manager that raises a DaemonError in place of the error of an unusable or locked database. The message
+    has the reason, `consequence` and the remedy.
 
-    consequence: a clause that says what was not done.
+    consequence: a clause that says what was not done, as in `The daemon has not started`.
     """
     try:
         yield

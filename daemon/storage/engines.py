@@ -15,9 +15,11 @@ from sqlalchemy.exc import OperationalError
 from tidegate.daemon.storage.row_reader import json_of, text_of
 
 BUSY_SECONDS: Final = 5.0
-"""Longest wait for the write lock that another process holds, while the daemon starts and in other programs."""
+"""Longest wait in seconds for the database's write lock while another process holds it: in a daemon that starts, and in
+other programs of Tidegate that open the database."""
 WAIT_SECONDS: Final = 1.0
-"""Longest wait for the write lock that another process holds, in a daemon that serves requests."""
+"""Longest wait in seconds for the database's write lock while another process holds it, in a daemon that serves
+requests."""
 _ONLY_READS: Final = "tidegate_only_reads"
 _LOCK_TIMEOUT: Final = "tidegate_lock_timeout"
 
@@ -31,7 +33,7 @@ class LockTimeout:
     """Whether a transaction has waited for the lock without success. If so, each later transaction tries only once,
     without a wait; the first one that obtains the lock sets this to False."""
     at_once: bool = False
-    """Whether the next transaction begins without waiting for the lock."""
+    """Whether the next transaction tries to get the lock only once, and fails at once if another process holds it."""
 
 
 def is_busy(error: OperationalError) -> bool:

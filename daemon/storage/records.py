@@ -31,7 +31,8 @@ class AgentRecord:
     step: int
     applied_generation: int
     last_report: dict[str, Any]
-    """The value of `Member.last_report`: fields of the agent's newest report that belong to no step. Column `told`."""
+    """Fields of the agent's newest report that do not belong to a step, such as its rates: see `Member.last_report`.
+    Stored in the column `told`."""
     owner: str = ""
     """Id of the token that the agent used; empty if unknown."""
 

@@ -111,7 +111,8 @@ def _move_here(state_dir: Path, own: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(home: Path) -> Iterator[None]:
-    """Locks the folder, because two daemons on one state would conflict. The lock ends with the process."""
+    """Context manager that locks the folder, so that only one daemon uses the state in it. DaemonError if another
+    daemon holds the lock. The lock ends with the process at the latest."""
     try:
         # The folder itself is locked, so no lock file can be left behind.
         descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
@@ -147,8 +148,8 @@ def read_private(path: Path) -> str:
     """
     if path.is_symlink():
         raise DaemonError(
-            f"{path} is a symbolic link, which the daemon does not follow: remove it. (Tokens that are made elsewhere: "
-            "--token-dir.)"
+            f"{path} is a symbolic link, which the daemon does not follow: remove it. To use token files from another "
+            "folder, give that folder with --token-dir."
         )
     try:
         text, status = read_no_link(path)

@@ -32,11 +32,12 @@ class StepRecord:
 
 log = logging.getLogger(__name__)
 ROWS_AT_ONCE: Final = 2_000
-"""Rows in one transaction, at most."""
+"""Largest number of steps that are written in one transaction."""
 AGENTS_AT_ONCE: Final = 500
-"""Agents in one query, at most: databases limit the number of parameters."""
+"""Largest number of agents in one query, because databases limit the number of parameters of a query."""
 PAUSE_SECONDS: Final = 0.05
-"""Pause between two transactions: a process that waits for SQLite's lock only polls it, and needs time to get it."""
+"""Pause between two transactions, in seconds. Another process that waits for SQLite's write lock tries to get it only
+from time to time, and would hardly get it without this pause."""
 _INSERT: Final = insert(StepRow)
 _NEWER: Final = delete(StepRow).where(StepRow.agent == bindparam("of"), StepRow.step >= bindparam("first"))
 _LATER: Final = aliased(StepRow)
@@ -71,7 +72,8 @@ class StepTable:
     ) -> None:
         """Writes these steps, given oldest first, and deletes old steps. Idempotent.
 
-        Each transaction has at most `ROWS_AT_ONCE` rows, so that after an outage other writers need not wait for all.
+        An agent's first given step and all later steps replace its stored steps from that number on. Each transaction
+        writes at most `ROWS_AT_ONCE` steps, so that other writers need not wait long if many steps are given.
         firsts: pairs of an agent and a step; the agent's steps before that step are deleted. before: a time in seconds
         since the epoch; steps stored earlier are deleted, except for the last step of each agent.
         """

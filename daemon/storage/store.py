@@ -138,7 +138,10 @@ class Store:
         alerts: Iterable[KnownAlert] = (),
         deleted_alerts: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Stores all of these in one transaction. deleted_alerts: run and fingerprint of alerts to delete."""
+        """Stores new and changed records of a run, and deletes alerts, in one transaction.
+
+        notes: new rows of the audit log. deleted_alerts: run and fingerprint of each alert to delete.
+        """
         with self._session.begin() as session:
             for generation in generations:
                 session.merge(generation_row(run, generation))
@@ -194,7 +197,8 @@ class Store:
 
     @off_loop
     def newest_of(self, run: str, states: Collection[str], below: int) -> int | None:
-        """The number of the newest generation below `below` that is in one of these states."""
+        """Number of the newest generation that is in one of these states and has a number smaller than `below`; None if
+        there is none."""
         query = select(func.max(GenerationRow.number)).where(
             GenerationRow.run == run, GenerationRow.number < below, GenerationRow.state.in_(states)
         )

@@ -55,8 +55,8 @@ class TokenTable:
     def __init__(
         self, sessions: sessionmaker[Session], reading: sessionmaker[Session], row_reader: RowReader | None = None
     ) -> None:
-        """`reading`: sessions that only read. `row_reader`: leaves out rows that cannot be read, and remembers them;
-        None: a new one."""
+        """`sessions`: makes sessions that may write; `reading`: makes sessions that only read. `row_reader`: leaves out
+        rows that cannot be read, and remembers their keys; with None, a new `RowReader` is created."""
         self._sessions, self._reading, self._row_reader = sessions, reading, row_reader or RowReader()
 
     def all(self) -> list[StoredToken]:

@@ -25,7 +25,8 @@ class Firing:
 
 
 def firing(url: str) -> Firing:
-    """The firing alerts of all runs, read with one request, at most every few seconds."""
+    """The firing alerts of all runs, and those that concern no run. They are read from the daemon with one request, at
+    most every 5 seconds."""
     reading = read_cache.FIRING.get(url)
     by_run: defaultdict[str, list[AlertView]] = defaultdict(list)
     for alert in reading.value or ():

@@ -111,7 +111,8 @@ def conflict(draft: Draft, generations: Sequence[GenerationView]) -> str:
 
 
 def outcome(view: GenerationView) -> tuple[bool, str]:
-    """Whether a generation is successful so far, and its state as a sentence."""
+    """Whether a generation is proposed, committed or applied (False: it was refused, aborted or superseded), and its
+    state as a sentence."""
     what = f"Generation {view.generation} ({describe(view.changes)})"
     match view.state:
         case "applied":

@@ -16,7 +16,7 @@ from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import StepReport
 
 NOTABLE: Final = 0.005
-"""Changes below this share count as no change."""
+"""Smallest relative change of a predicted value that is shown. A smaller change counts as no change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,11 @@ def _seconds(name: str, measured: float | None, now: float, then: float, *, part
 
 
 def _bytes(name: str, measured: Mapping[str, int], now: Mapping[str, int], then: Mapping[str, int]) -> list[Line]:
-    """A line with the total bytes, and below it a line for each key (kind of memory, or lane) whose bytes change."""
+    """A line with the total bytes, and after it a line for each key (kind of memory, or lane) whose bytes change.
+
+    name: name of the total. measured, now, then: bytes by key, measured and as predicted for the present knobs (`now`)
+    and for the changed knobs (`then`).
+    """
     kinds = dict.fromkeys([*now, *then])
     total = Line(
         name=name, measured=sum(measured.values()) if measured else None, now=sum(now.values()),

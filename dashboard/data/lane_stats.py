@@ -13,8 +13,8 @@ UPDATES = (OpKind.CPU_UPDATE, OpKind.DEVICE_UPDATE)
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """Use of one lane in the update. `busy_seconds` is the union of its spans inside the update; bytes and parameters
-    count in proportion to the time inside."""
+    """Use of one lane in the update. `busy_seconds`: time in the update during which an op of the lane runs. If ops of
+    the lane are partly outside the update, only the same share of bytes and parameters counts as of their time."""
 
     lane: str
     num_ops: int

@@ -12,8 +12,8 @@ from tidegate.wire.step import PathOperation, PathState, StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class PathUse:
-    """One direction of one path: means over the newest steps. `ceiling_share`: speed as a share of the path's speed
-    when it was used alone."""
+    """Reads or writes of one path: means over the newest steps. `ceiling_share`: the measured speed as a share of the
+    speed that the path had when nothing else used it."""
 
     bytes_per_step: float
     bytes_per_second: float | None

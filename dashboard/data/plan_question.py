@@ -1,5 +1,5 @@
-"""Input of the capacity planner's page as one value. It is read from the query of a URL, and converted to it and to the
-input of the planner."""
+"""The fields of the capacity planner's page as one value, `Question`. It can be read from the query of a URL, written
+as such a query, and converted to the planner's input."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ KEPT: Final = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The form's fields. Sizes are in GB (10⁹ bytes), speeds in GB/s. gpu_memory: memory of each GPU; 0: as much as the
-    kind of GPU named in `gpu` has. paths: one line for each path."""
+    """The fields of the form on the page Plan. Sizes are in GB (10⁹ bytes), speeds in GB/s. gpu_memory: memory of each
+    GPU; 0: as much as the kind of GPU named in `gpu` has. paths: one line for each storage path, as in `nvme:6.9/5.3`
+    (name, and its speeds for reads and writes)."""
 
     model: str = "llama-70b"
     gpu: str = "a100-80"
@@ -90,7 +91,8 @@ def answer(asked: Question, shape: ModelShape | None = None) -> CapacityPlan:
 
 @lru_cache(maxsize=KEPT)
 def changes(asked: Question, shape: ModelShape | None = None) -> tuple[Change, ...]:
-    """The changes of the machine or the model that help most. It takes seconds."""
+    """Changes of the machine or of the training with which an iteration is fastest, or, if the model does not fit, with
+    which it fits. The computation takes seconds."""
     return best_changes(answer(asked, shape))
 
 

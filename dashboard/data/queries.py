@@ -25,8 +25,8 @@ OVERLAP: Final = 4
 TIMELINES_KEPT: Final = 64
 """Largest number of timelines in memory, for all runs and ranks; the least recently shown is dropped."""
 LONGEST_SECONDS: Final = 4.0
-"""Longest time in seconds for which a cached timeline is used. It is read again earlier if its rank has finished
-another step."""
+"""Longest time in seconds for which the cached newest timeline of a rank is used. It is read again earlier if the rank
+has finished another step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,8 @@ def snapshot_reading(url: str, run: str, rank: int) -> SnapshotReading:
 
 
 def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
-    """The rank's newest timeline; None before the first one. Timelines are large: read again only after a step."""
+    """The rank's newest timeline; None before the first one. As timelines are large, it is read again only after a new
+    step, or after `LONGEST_SECONDS`."""
     snapshot = snapshot_reading(url, run, rank).snapshot
     if snapshot is None:
         return None
@@ -114,7 +115,7 @@ def rates(url: str, run: str, rank: int) -> RateCard | None:
 
 
 def kept_steps(url: str, run: str, rank: int) -> tuple[int, ...]:
-    """Steps that have a timeline, oldest first."""
+    """Numbers of the steps whose timeline the daemon or this process still has, in ascending order."""
     reading = _STEPS.get(url, (run, rank))
     whose = (url, run, rank, _process(url, run, rank))
     with _lock:
@@ -179,7 +180,8 @@ def _steps(client: DaemonClient, run: str, rank: RankView, before: Snapshot | No
 
 
 def _read_timeline(client: DaemonClient, key: tuple[str, int, str, int]) -> TimelineView | None:
-    """The rank's newest timeline. It is also stored in memory, for the process that the key names."""
+    """Reads the rank's newest timeline from the daemon, and also stores it in `_timelines`. key: run, rank, text that
+    identifies the process of the rank, and the rank's newest step (which is not used here)."""
     run, rank, who, _ = key
     found = client.timeline(run, rank)
     if found is not None:

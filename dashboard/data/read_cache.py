@@ -30,7 +30,8 @@ class Reading(Generic[T]):
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """One entry. Its lock is held during a read, so that concurrent callers share one read."""
+    """One entry of a cache. Its lock is held while the value is read from the daemon, so that concurrent callers share
+    one read."""
 
     reading: Reading[T] = field(default_factory=Reading)
     until: float = 0.0
@@ -68,7 +69,7 @@ class CachedQuery(Generic[T]):
         return entry.reading.value if entry else None
 
     def expire(self) -> None:
-        """Marks all entries as expired: they are read again at the next use, and kept if that fails."""
+        """Marks all entries as expired: each is read again at its next use. If that fails, the old value stays."""
         with self._lock:
             for entry in self._entries.values():
                 entry.until = 0.0

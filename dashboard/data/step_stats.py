@@ -16,12 +16,15 @@ from tidegate.wire.step import StepReport
 MANY_SKIPPED = 0.1
 """Share of skipped steps above which the page warns; a gradient scaler for fp16 skips a few steps normally."""
 WINDOW = 20
-"""Figures are medians or means over this many of the newest steps."""
+"""Number of the newest steps from which the figures (medians and means) are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
-    """Medians over the newest `steps` steps; durations in seconds, shares from 0 to 1. None: not reported."""
+    """Figures of the newest `steps` steps. Durations are medians in seconds, shares 0 to 1. None: not reported.
+
+    `loss` and `grad_norm` are those of the last step. `skipped` counts the skipped ones of all known steps.
+    """
 
     steps: int
     pace: float | None
@@ -129,7 +132,7 @@ def _without_figures(run: RunView) -> str:
 
 
 def column(steps: Sequence[StepReport], pick: Callable[[StepReport], float | None]) -> tuple[list[int], list[float]]:
-    """Step numbers and values of the steps that have a value."""
+    """The numbers of the steps for which `pick` returns a value, and these values. A step with None is left out."""
     pairs = [(step.step, value) for step in steps if (value := pick(step)) is not None]
     return [number for number, _ in pairs], [value for _, value in pairs]
 

@@ -20,14 +20,14 @@ LARGE_UPDATE_SHARE: Final = 0.25
 """Share of the step above which an update leads to a suggestion, if waiting is below `NOTEWORTHY_WAIT_SHARE` and the
 model recommends a change of knobs."""
 NEARLY_FULL_SHARE: Final = 0.95
-"""Share of device memory from which it counts as full."""
+"""Used share of device memory above which the memory counts as nearly full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 """Urgency of a task; lower is more urgent, and a fraction orders tasks of one kind. A rank is lost; an alert fires; the
 device memory is nearly full; a rank is late (stale; it usually comes back); a run waits for a large share of its steps;
 its update is a large share of the step."""
 RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
-"""A run that has been lost for longer than this has no task."""
+"""Time in seconds since the last message of a lost run after which no task (suggested action) is shown for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
 
 
 def of_no_run(alerts: Sequence[AlertView]) -> Task | None:
-    """The suggested action for alerts without a run; its `run` is empty."""
+    """The suggested action for alerts without a run, as a task whose `run` is empty; None if none of them fires."""
     return _fires("", alerts)
 
 

@@ -103,7 +103,11 @@ def hatched(color: str) -> dict[str, object]:
 
 
 def ends(names: Sequence[str], lengths: Sequence[float], labels: Sequence[str]) -> Trace:
-    """A trace with each row's total as text after its bar; the axis must leave space for it."""
+    """A Plotly trace that writes a text after the bar of each row, such as the row's total.
+
+    names: the rows. lengths: length of each bar, in the unit of the axis. labels: the texts. The axis must leave space
+    for the texts.
+    """
     return {
         "type": "scatter", "x": short(lengths), "y": [markup.chart(name) for name in names],
         "text": [f" {label}" for label in labels],

@@ -142,7 +142,8 @@ def stalls_by_cause(steps: Sequence[StepReport]) -> Figure:
 
 
 def link_bytes(steps: Sequence[StepReport]) -> Figure:
-    """Mean bytes per step over the link, by direction and content, coloured by the phase of the transfer."""
+    """Mean bytes per step that are copied between host and device, by direction and content, coloured by the phase of
+    the copy."""
     recent = list(steps)[-WINDOW:]
     moved: dict[tuple[str, str], float] = {}
     busy: dict[tuple[str, str], float] = {}

@@ -28,7 +28,8 @@ MAX_BARS: Final = 800
 WAITS: Final = "waits"
 PREDICTED_OPACITY: Final = 0.5
 MAX_PREDICTED_RATIO: Final = 2.0
-"""A prediction is cut at this multiple of the measured time; otherwise the measured part would be too small to read."""
+"""Largest length of a prediction in the chart, as a multiple of the measured time. What is longer is cut, because the
+measured bars would be too small to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Layout of one timeline's bars: the middle of each lane's row, the bars' height and opacity, and their text."""
+    """Layout of one timeline's bars. middle: position of the middle of each lane's row. height, opacity: of each bar.
+    said: text with which the hover text of each bar begins."""
 
     middle: Mapping[str, float]
     height: float
@@ -184,7 +186,8 @@ def _by_cause(found: Sequence[Stall], first: float, last: float) -> dict[str, li
 
 
 def _bar_trace(name: str, row: Row, lanes: Sequence[str], spans: Sequence[tuple[float, float]]) -> Trace:
-    """A trace of bars on their lanes, from start to end."""
+    """A Plotly trace of horizontal bars. lanes: the lane of each bar. spans: start and end of each bar, in the unit of
+    the axis."""
     label = markup.chart(name)
     return {
         "type": "bar", "orientation": "h", "name": label, "legendgroup": label, "showlegend": not row.said,
@@ -250,7 +253,8 @@ def _describe(bar: Bar, first: float) -> str:
 
 
 def _tints(view: TimelineView, first: float, last: float, scale: float) -> dict[str, list[dict[str, object]]]:
-    """A tint behind each phase, with the phase's name at the bottom if it fits."""
+    """Plotly's layout entries `shapes` and `annotations` for the phases: a tint behind each phase, and its name at the
+    bottom if the phase is wide enough."""
     edges = [(row, (row.start - first) * scale, (row.end - first) * scale) for row in view.phases]
     tints: list[dict[str, object]] = [
         {

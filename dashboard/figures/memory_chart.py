@@ -14,12 +14,14 @@ from tidegate.wire.step import StepReport
 STEPS = 12
 HEIGHT = 360
 DEVICE_HOST_BORDER = 0.42
-"""Position of the line between the device and the host part, as a share of the height."""
+"""Height of the border between the device part (above) and the host part (below) of the chart, as a share of the
+chart's height."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
-    """Peak of device memory in one phase of one step. `at`: begin of the phase, as a step number with a fraction."""
+    """Peak of device memory in one phase of one step. `at`: begin of the phase, as a step number with a fraction.
+    `width`: the phase's share of the step's time."""
 
     step: int
     phase: str

@@ -43,8 +43,8 @@ def send_at_once() -> None:
 
 
 def read_as_answered() -> None:
-    """Makes uvicorn read no further requests of a client while one waits for an earlier answer: `PipelinedProtocol`
-    becomes its default HTTP protocol. The default has no effect if Streamlit names another protocol."""
+    """Makes `PipelinedProtocol` the default HTTP protocol of uvicorn. It reads no more from a client while a request of
+    this client waits until an earlier request is answered. No effect if Streamlit names another protocol."""
     HTTP_PROTOCOLS["auto"] = "tidegate.pipelining:PipelinedProtocol"
 
 

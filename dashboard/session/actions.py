@@ -86,7 +86,10 @@ def keep_token(url: str, knobs: KnobsView, given: str) -> None:
 
 
 def _made(at: EditState, made: GenerationView, now: KnobsView) -> None:
-    """Updates the edits and the notice after a generation was made."""
+    """Updates the edits and the notice after the daemon has made a generation from the edits.
+
+    at: the viewer's editing state. made: the new generation. now: the knobs of the run after that.
+    """
     good, sentence = knob_edits.outcome(made)
     seen = at.preview
     if good and seen is not None and seen.generation == at.generation and seen.changed == made.changes:

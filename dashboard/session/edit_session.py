@@ -39,11 +39,13 @@ class EditState:
     notice: tuple[Tone, str] | None = None
     preview: KnobPreview | None = None
     predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Predicted update seconds before and after a generation, for generations that were previewed and then set."""
+    """Predicted update seconds, before and after the change, by number of the generation. Only for generations whose
+    change the viewer previewed before it was sent."""
 
     def begin(self, knobs: KnobsView) -> None:
-        """Updates the editing state for the knobs that the page shows. Without edits it refers to the newest
-        generation; existing edits still refer to the generation that the viewer saw when they were begun.
+        """Prepares the editing state before the page shows `knobs`. If there are no edits, the state then refers to the
+        generation of `knobs`. If there are edits, it still refers to the generation that the viewer saw before
+        the first edit.
 
         Edits of knobs that the run no longer has (for example after a restart without storage paths) are dropped.
         """

@@ -29,8 +29,10 @@ def folder() -> Path:
 
 
 def mint(where: Path | None = None) -> str:
-    """Creates and returns a new code. where: the folder of codes; None: this user's folder. OSError if the folder
-    cannot be written."""
+    """Creates a one-time code, with which a browser can open a session of the live view. Returns the code.
+
+    where: the folder in which codes are stored; None: this user's folder. OSError if it cannot be written.
+    """
     where = where or folder()
     where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     where.mkdir(exist_ok=True, mode=0o700)
@@ -42,9 +44,10 @@ def mint(where: Path | None = None) -> str:
 
 
 def redeem(code: str, where: Path | None = None) -> bool:
-    """Redeems a code. Returns whether it was valid, unused, and not older than `LIFE_SECONDS`.
+    """Uses up a one-time code of the live view. Returns whether the code was valid, unused, and not older than
+    `LIFE_SECONDS` (ten minutes).
 
-    where: the folder of codes; None: this user's folder.
+    where: the folder in which codes are stored; None: this user's folder.
     """
     if not 0 < len(code) <= LONGEST:
         return False
@@ -58,8 +61,13 @@ def redeem(code: str, where: Path | None = None) -> bool:
 
 
 def redirect_file(link: str, where: Path | None = None) -> Path:
-    """A private HTML file that redirects to the link. A browser is started with the file's address instead of the link,
-    because other users of the machine can see the arguments of a program."""
+    """Writes an HTML file that only this user can read and that redirects a browser to `link`. Returns its path.
+
+    The browser is started with this path as argument. It is not started with the link itself, because the link has a
+    one-time code, and other users of the machine can see the arguments of a program.
+
+    where: the folder for the file; None: this user's folder of one-time codes.
+    """
     path = (where or folder()) / f"open-{secrets.token_hex(8)}.html"
     address = html.escape(link, quote=True)
     _write_private(

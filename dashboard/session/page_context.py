@@ -17,19 +17,20 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS: Final = 1.5
 SLOW_SECONDS: Final = 4.5
-"""Seconds between two refreshes of a section that changes seldom, or of the charts below the first screen. To draw one
-such chart takes a browser 40 ms."""
+"""Seconds between two refreshes of a section that changes seldom, or of the charts in the lower part of a page. These
+are refreshed seldom because a browser needs 40 ms to draw one chart."""
 _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageContext:
-    """The daemon, run and rank that a page shows, from the page's address: `/run?run=llama-7b&rank=3`."""
+    """The daemon, run and rank that a page shows. Run and rank are from the query of the page's URL, for example
+    `/run?run=llama-7b&rank=3`."""
 
     url: str
     """The daemon's address."""
     run: str = ""
-    """Name of the run; empty on pages that are not about one run, unless the address names a run."""
+    """Name of the run. Empty on a page that is not about one run, unless the page's URL names a run."""
     rank: int = 0
 
 

@@ -12,10 +12,12 @@ NO_BREAK = "\u00a0"
 _MARKDOWN = re.compile(r"[\\`*_{}\[\]()<>#!|~$:]|^[+-]", re.MULTILINE)
 """Special characters of Markdown; `+` and `-` at the beginning of a line would make a list or a heading."""
 _ADDRESS = re.compile(r"(?<=www)(?=\.)|(?<=:)(?=//)|(?=@)|(?<=:)(?=[\w+-]+(?:/[\w+-]+)?:)", re.IGNORECASE)
-"""Places where addresses and icon names are broken up. Markdown makes links of `www.`, `http://` and `name@host`, and
-pictures of `:home:` and `:material/home:`, even if they are escaped."""
+"""Pattern for the places at which `plain` inserts an invisible character into web addresses and icon names. Without it,
+Markdown makes links of `www.`, `http://` and `name@host`, and pictures of `:home:` and `:material/home:`, even if the
+text is escaped."""
 _JOINER = "\u2060"
-"""Word joiner: a character without width that allows no line break."""
+"""Word joiner: the invisible Unicode character that `plain` inserts into web addresses and icon names. It has no width
+and allows no line break."""
 
 STYLE = """
 <style>
@@ -117,7 +119,8 @@ def advice(what: str, sentence: str, liveness: str) -> str:
 
 
 def pace(figure: str, details: Sequence[str], hint: str = "") -> str:
-    """A card's large figure, followed by details, as HTML. `hint` is the hover text."""
+    """The first line of a run's card, as HTML: `figure` (the time per step) in large type, then `details` in small
+    type. `hint` is the hover text."""
     rest = " · ".join(escape(detail) for detail in details)
     return f'<div class="tg-pace" title="{escape(hint)}"><b>{escape(figure)}</b><span>{rest}</span></div>'
 
@@ -133,7 +136,8 @@ def stack(parts: Iterable[tuple[str, float, str]]) -> str:
 
 
 def verdict(sentence: str) -> str:
-    """The verdict as HTML; a number and its percent sign stay in one line."""
+    """The HTML paragraph for a sentence that sums up a run or a page (the verdict). A number and its percent sign stay
+    in one line."""
     return f'<div class="tg-verdict">{escape(sentence).replace(" %", NO_BREAK + "%")}</div>'
 
 
@@ -196,12 +200,13 @@ def table(
 
 
 Station = tuple[str, bool, str | None]
-"""A stage of progress, such as `committed`: its text, whether it was reached, and a colour to mark it with (None: no
-mark)."""
+"""One stage of the progress of a change of knobs, such as `committed`, as a tuple: text, whether the stage was reached,
+and the colour of the text and frame (None: the default colour)."""
 
 
 def chain(stations: Sequence[Station], more: str = "") -> str:
-    """Progress as a row of stations, with the text `more` at its end, as HTML."""
+    """The progress of a change of knobs as HTML: the stages (`Station`) in a row with arrows between them, and the text
+    `more` at the end."""
     chips = (
         f'<span class="tg-chip{"" if reached else " off"}"'
         f'{f""" style="color:{color};border-color:{color}" """ if color else ""}>{escape(text)}</span>'

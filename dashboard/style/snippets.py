@@ -54,13 +54,13 @@ def knob_label(name: str, note: str, hover: str, *, wrong: bool) -> str:
 
 
 def say(*parts: str) -> str:
-    """A row of text parts as HTML."""
+    """A line of text as HTML, made of `parts` with space between them. Empty parts are left out."""
     spans = "".join(f"<span>{part if isinstance(part, Raw) else escape(part)}</span>" for part in parts if part)
     return f'<div class="tg-say">{spans}</div>'
 
 
 def indented(text: str) -> Raw:
-    """The indented name of a line that is a part of the line above, as HTML."""
+    """An indented row name for a table, as HTML. The indentation shows that the row is a part of the row above."""
     return Raw(f'<span class="tg-part">{escape(text)}</span>')
 
 
@@ -69,5 +69,5 @@ def colored(text: str, color: str) -> Raw:
 
 
 def nothing(sentence: str) -> str:
-    """The sentence of a section without data, as HTML."""
+    """A frame as HTML for a section that has no data. `sentence` says why there is none."""
     return f'<div class="tg-none">{escape(sentence)}</div>'

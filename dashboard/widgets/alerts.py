@@ -18,7 +18,7 @@ from tidegate.wire.alert import AlertView
 COLORS: Final = {
     "critical": palette.LIVENESS["lost"], "warning": palette.LIVENESS["stale"], "info": palette.PHASE["forward"]
 }  # fmt: skip
-"""Colours of severities, the worst first."""
+"""Colour of each severity of an alert. The order of the keys is from the worst severity to the mildest."""
 SHOWN: Final = 12
 RESOLVED_SHOWN: Final = 20
 _RUNBOOK: Final = re.compile(r"docs/runbooks/([A-Za-z0-9]{1,64}\.md)")
@@ -82,7 +82,8 @@ def runbook(url: str) -> str:
 
 
 def own_runbook(url: str) -> str | None:
-    """The text of one of Tidegate's own runbooks, if the repository is available; its relative links become text."""
+    """The Markdown text of one of Tidegate's own runbooks, with relative links changed to plain text. None if `url` is
+    not one of them, or if the live view does not run from a copy of the repository."""
     found = _RUNBOOK.fullmatch(url)
     path = _RUNBOOKS / found[1] if found else None
     return _NEIGHBOUR.sub(r"\1", path.read_text()) if path is not None and path.is_file() else None

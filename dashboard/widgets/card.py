@@ -1,4 +1,5 @@
-"""Card of one run: liveness, time per step, verdict, and age of the data; and a table for further runs."""
+"""Card of one run: its liveness, time per step, a sentence on how its time is used (the verdict), and the age of the
+data. Also a table for the runs that get no card."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from tidegate.dashboard.widgets.header import EMULATED
 from tidegate.wire.run import RunView
 
 DRAWN: Final = "drawn:"
-"""Prefix of session keys. Each of these keys holds the run names of one table, in the order in which it was last
-drawn."""
+"""Prefix of the session keys that store, for each table of runs, the run names in the order of the last drawing. A
+click gives only a row number, and this list says which run it was."""
 
 
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
-    """Draws the card of a run. number: its place on the page. away: the daemon cannot be reached, so the run's present
-    state is unknown."""
+    """Draws the card of a run. number: the card's position on the page. now: time in seconds since the epoch. away:
+    True if the daemon cannot be reached; the card then shows the liveness as unknown."""
     known = triage.lead_rank(run)
     figures = summarize([known.last_step] if known and known.last_step else [])
     liveness = "unknown" if away else run.liveness

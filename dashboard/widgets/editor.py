@@ -22,7 +22,8 @@ _NOTICE: Final = {"error": st.error, "warning": st.warning, "success": st.succes
 
 @st.fragment
 def editor(context: PageContext, knobs: KnobsView) -> None:
-    """Draws the token field, a field for each knob, and the buttons; drawn again only when the viewer acts."""
+    """Draws the token field, a field for each knob, and the buttons. The editor is drawn again only when the user
+    changes a field or presses a button."""
     at, allowed = edit_session.state_of(context.run), bool(edit_session.token())
     at.begin(knobs)
     st.html(markup.title("Turn the knobs", "all ranks apply a change between the same two steps"))
@@ -52,7 +53,7 @@ def _access(context: PageContext, knobs: KnobsView, allowed: bool) -> None:
 
 
 def _where_it_is() -> str:
-    """The place of the operate token, as a sentence in Markdown."""
+    """A sentence in Markdown that says in which file the operate token is."""
     file = token_dir() / "operate.token"
     if file.is_file():
         return f"The operate token is in `{file}`."
@@ -119,7 +120,8 @@ def _buttons(context: PageContext, knobs: KnobsView, at: EditState, allowed: boo
 
 
 def _restore_field(key: str, value: object) -> None:
-    """Restores a field's value after the viewer has left the page and come back."""
+    """Stores `value` as the value of the field `key`, if the session has none. Streamlit drops the values of fields
+    when the user leaves the page, so this restores them."""
     st.session_state.setdefault(key, value)
 
 
@@ -135,7 +137,7 @@ def _on_trial_change(run: str) -> None:
 
 
 def _discard(run: str, knobs: KnobsView) -> None:
-    """Empties the fields."""
+    """Discards the user's edits: empties the fields of knobs and the notice below them."""
     at = edit_session.state_of(run)
     at.clear()
     at.notice = None

@@ -30,7 +30,8 @@ GONE = "The updates of this run are not kept any more: the daemon has them in me
 
 
 def expected(view: TimelineView, rates: RateCard | None) -> TimelineView | None:
-    """The predicted timeline of the ops of `view`; None without rates, or if `view` does not have all spans."""
+    """The timeline that the simulator predicts for the plan of the measured timeline `view`. None if there are no
+    rates, if `view` has only some of its spans, or if the simulation fails."""
     if rates is None or view.num_spans > len(view.spans):
         return None
     return _expected(IdentityKey(view), IdentityKey(rates))
@@ -54,10 +55,10 @@ def _figure(
 def chart(
     view: TimelineView | None, predicted: TimelineView | None, scope: Scope, critical: bool, gone: bool = False
 ) -> None:
-    """Draws the Gantt chart of the update, or a note if `view` is None.
+    """Draws the Gantt chart of one update, or a note if `view` is None.
 
-    critical: whether the critical path is drawn. gone: the run has ended; the note then says that its updates are no
-    longer stored, instead of that none was measured yet.
+    view, predicted: measured and predicted timeline. critical: whether to mark the critical path. gone: whether the run
+    has ended. The note then says that its updates are no longer stored; otherwise, that none was measured yet.
     """
     if view is None:
         st.html(markup.title("Update, by lane"))
@@ -102,7 +103,8 @@ def lanes(view: TimelineView, predicted: TimelineView | None) -> None:
 
 
 def _work(use: LaneUse) -> tuple[str, str]:
-    """The bytes or parameters of a lane, and their rate, as text."""
+    """Two texts for a lane: the bytes that it moved or the parameters that it updated, and its speed (bytes or
+    parameters per second)."""
     if use.nbytes:
         return units.nbytes(use.nbytes), units.rate(use.bytes_per_second)
     if use.numel:

@@ -15,7 +15,7 @@ EMULATED = "Emulated device: rates are simulated, no performance claim"
 
 
 def no_data(context: PageContext, reading: SnapshotReading) -> None:
-    """Draws the reason why no data of this run was ever read."""
+    """Draws the page header of a run of which the live view has not read any data yet, with the reason."""
     st.html(
         markup.head(context.run, "unknown", [context.url]) + markup.verdict(reading.problem or "Nothing was read yet.")
     )

@@ -63,7 +63,8 @@ def generation_progress(snapshot: Snapshot) -> str:
 
 
 def change(view: GenerationView, made: Sequence[GenerationView]) -> str:
-    """The change from the generation that ran before, as text. made: all generations, oldest first."""
+    """What generation `view` changes, as text, compared with the last earlier generation that was not refused, aborted
+    or superseded. made: all generations, oldest first."""
     ran = [earlier for earlier in made if earlier.generation < view.generation and earlier.state not in BAD]
     back = f"back to generation {view.restores}" if view.restores is not None else ""
     text = knob_edits.describe(view.changes, ran[-1].knobs if ran else None) if view.changes else ""
@@ -132,7 +133,7 @@ def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:
 
 
 def _newer(view: KnobsView) -> None:
-    """Draws a warning if the viewer's edit refers to older knobs."""
+    """Draws a warning if the run got a newer generation of knobs after the user began to edit knobs."""
     at = edit_session.state_of(view.run)
     if at.draft.edited() and at.generation is not None and at.generation < view.generation:
         st.html(

@@ -28,7 +28,8 @@ def history(snapshot: Snapshot) -> None:
 
 
 def marks(snapshot: Snapshot) -> list[charts.Mark]:
-    """Marks for applied generations at their first step on this rank, without the start-up settings."""
+    """The marks for changes of knobs in the chart of phases: one for each generation that this rank has applied, at the
+    first step with it. At most the newest `MAX_MARKS`, and none for the start-up settings."""
     rank, before = snapshot.rank.rank, {g.generation: g.knobs for g in snapshot.generations}
     found = []
     for made in snapshot.generations:

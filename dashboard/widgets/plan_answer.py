@@ -16,7 +16,11 @@ from tidegate.errors import ConfigError
 
 
 def answer(asked: Question, shape: ModelShape | None) -> None:
-    """Draws the answer from the top, so that the verdict appears before the parts that take seconds."""
+    """Draws the capacity planner's answer to the question `asked`, in parts from top to bottom. So the user sees
+    whether the model fits before the parts that take seconds to compute.
+
+    shape: an uploaded model; None if there is none.
+    """
     try:
         plan = plan_question.answer(asked, shape)
     except ConfigError as error:
@@ -46,7 +50,8 @@ def answer(asked: Question, shape: ModelShape | None) -> None:
 
 
 def verdict(plan: CapacityPlan) -> str:
-    """The verdict on the plan in one sentence."""
+    """One sentence that says whether the model fits on the machine and, if so, how long an iteration takes, which phase
+    is the longest, and which resource limits the speed."""
     machine = plan.machine
     nodes = "one node" if machine.nodes == 1 else f"{machine.nodes} nodes"
     gpus = f"{machine.gpus} GPU{'s' if machine.gpus > 1 else ''}"
@@ -84,7 +89,8 @@ def _phases(plan: CapacityPlan) -> str:
 
 
 def _busy(plan: CapacityPlan) -> str:
-    """Busy time of each resource in the update, as a table; the fullest bar is the bottleneck."""
+    """A table, as HTML, of the busy time of each resource during the update. The first row, with the longest time, is
+    the bottleneck. Empty if there is no simulated update."""
     if plan.update is None or plan.update.seconds <= 0:
         return ""
     rows = [

@@ -15,7 +15,8 @@ from tidegate.dashboard.widgets.figure import draw
 from tidegate.wire.step import StepReport
 
 MIN_CEILING_BYTES = 1 << 20
-"""Phases that transferred fewer bytes are ignored for the link's highest speed."""
+"""Fewest bytes that a phase must have transferred to count for the link's highest speed. The speed of smaller transfers
+says little."""
 
 
 def links(snapshot: Snapshot) -> None:
@@ -75,7 +76,8 @@ def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[floa
 
 
 def memory(snapshot: Snapshot) -> None:
-    """Draws the memory chart (the tide chart)."""
+    """Draws the memory chart of the newest steps: peaks of device memory by phase above, the engine's host memory
+    below."""
     st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
     figure = memory_figure(snapshot.steps, snapshot.rank.device_memory_bytes)
     draw(figure, "memory")

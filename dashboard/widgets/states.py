@@ -1,4 +1,4 @@
-"""Texts of a page without a run to show."""
+"""Pages that are shown when there is no run: no daemon, no run yet, or an unknown run."""
 
 from __future__ import annotations
 

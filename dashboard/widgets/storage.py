@@ -44,11 +44,12 @@ def _row(path: PathFigures, total: int) -> tuple[str, ...]:
 
 
 def speed(use: PathUse, lane: str) -> str:
-    """A bar, as HTML: the speed of a path while busy, as a share of the speed measured when the run began and the path
-    was used alone.
+    """A bar, as HTML, for the read or write speed of a path while it is busy. The bar shows the speed as a share of the
+    path's ceiling: the speed that was measured at the start of the run, when the path was used alone.
 
-    The share can be above 100 %, because of many small files, a cache in the drive, or load of other users that has
-    ended since. Such an excess has no meaning.
+    The share can exceed 100 %, because the measurement can be too low: many small files, a cache in the drive, or other
+    users of the drive at that time. Such values are shown as "over 100 %". If the speed or
+    the ceiling is unknown, the result has no bar.
     """
     if use.bytes_per_second is None or use.ceiling_share is None:
         return units.rate(use.bytes_per_second)

@@ -19,7 +19,8 @@ STATES = {
 
 
 def last_change(snapshot: Snapshot) -> None:
-    """Draws the result of the newest generation that ran (except start-up settings), and of an open trial."""
+    """Draws the result of one change of knobs: the one with an open trial, otherwise the newest that ran. Nothing if
+    only the start-up settings have run."""
     ran = [view for view in snapshot.generations if view.applied and view.generation > 0 and view.state not in BAD]
     tried = next((v for v in reversed(ran) if v.canary and v.canary.state in ("waiting", "condemned")), None)
     found = tried or (ran[-1] if ran else None)
@@ -35,7 +36,8 @@ def last_change(snapshot: Snapshot) -> None:
 
 
 def effect(view: GenerationView) -> str:
-    """The measured effect compared with the prediction, or what is still missing, as text."""
+    """The measured effect of a change of knobs compared with the predicted one, as a sentence. If the effect is not
+    measured yet, says how many steps that takes."""
     if view.measured_effect is None:
         return "Not measured yet: that takes five steps with it, and some before."
     text = knob_preview.against(view.measured_effect, predicted(view))

@@ -1,5 +1,5 @@
-"""Interfaces (protocols) of the GPU kernels and of their arguments: updates and gradients, given by address. The
-agent implements those of the arguments."""
+"""Interfaces (protocols) of the GPU kernels (`GpuKernels`) and of their arguments (`Update`, `Gradient`). Arguments
+describe arrays on the device by address. The agent has the classes that implement `Update` and `Gradient`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class GpuKernels(Protocol):
 
 @contextmanager
 def on_stream(stream: int | None) -> Iterator[None]:
-    """Makes the CUDA stream with this handle torch's current stream in the block; None: no change."""
+    """Context manager in which the CUDA stream with the handle `stream` is torch's current stream. None: the current
+    stream does not change."""
     if stream is None:
         yield
     else:

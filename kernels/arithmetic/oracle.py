@@ -74,7 +74,8 @@ def bf16_nearest_even(values: F32) -> U16:
 
 
 def load_weight(weight: Array, weight_format: WeightFormat, aux: Array | None) -> F32:
-    """The fp32 master of a weight, computed from `weight` and `aux`."""
+    """The fp32 values of a weight. They are `weight` itself for fp32, weight and remainder together for
+    BF16_REMAINDER, and otherwise `aux`."""
     if weight_format is WeightFormat.F32:
         return weight.astype(np.float32)
     assert aux is not None
@@ -82,7 +83,8 @@ def load_weight(weight: Array, weight_format: WeightFormat, aux: Array | None) -
 
 
 def store_weight(master: F32, weight: Array, weight_format: WeightFormat, aux: Array | None) -> None:
-    """Writes a new fp32 master: the rounded weight into `weight`, the remainder or the master into `aux`."""
+    """Stores the new fp32 values `master` of a weight: the rounded weight in `weight`, and the remainder or the fp32
+    values in `aux` (nothing for an fp32 weight)."""
     if weight_format is WeightFormat.F32:
         weight[:] = master
         return
@@ -183,8 +185,9 @@ def sum_of_squares(elements: Array, dtype: GradDtype) -> tuple[float, int]:
 
 
 def _block_sum(values: npt.NDArray[np.float64]) -> float:
-    """The sum of squares of one block: accumulator j adds elements j, j + 16, … in order; then the upper half of the
-    accumulators is added to the lower half, until one is left."""
+    """The sum of squares of one block, in a fixed order of additions. Each of 16 accumulators first sums every 16th
+    element: accumulator j the elements j, j + 16, … Then the upper half of the accumulators is added to the lower half,
+    and so on, until one accumulator is left."""
     rows = -(-len(values) // NUM_ACCUMULATORS)
     padded = np.zeros(rows * NUM_ACCUMULATORS)
     padded[: len(values)] = values
@@ -198,5 +201,6 @@ def _block_sum(values: npt.NDArray[np.float64]) -> float:
 
 
 def clip_scale(total_norm: float, max_norm: float) -> np.float32:
-    """The clip factor of gradients, with which their norm is at most `max_norm`: computed in fp64, rounded once."""
+    """The factor by which gradients of norm `total_norm` are multiplied, so that their norm is at most `max_norm`; 1 if
+    it already is. Computed in fp64, then rounded once to fp32."""
     return np.float32(min(1.0, max_norm / (total_norm + 1e-6)))

@@ -12,13 +12,15 @@ class WeightFormat(IntEnum):
     kernels/src/formats.h."""
 
     F32 = 0
-    """fp32, its own master; no aux."""
+    """An fp32 weight. It needs no master and no auxiliary array, because it has full precision itself."""
     BF16_REMAINDER = 1
-    """bf16 and a signed 16-bit remainder: together the fp32 master."""
+    """A bf16 weight, with a signed 16-bit remainder as auxiliary array. Both together give the fp32 value."""
     F16_MASTER = 2
-    """fp16, rounded to nearest even from an fp32 master."""
+    """An fp16 weight, with its fp32 value (master) as auxiliary array. The weight is the master, rounded to nearest,
+    ties to even."""
     BF16_MASTER = 3
-    """bf16, rounded to nearest with ties away from zero from an fp32 master."""
+    """A bf16 weight, with its fp32 value (master) as auxiliary array. The weight is the master, rounded to nearest,
+    ties away from zero."""
 
     @property
     def weight_bytes(self) -> int:
@@ -51,9 +53,9 @@ class Arithmetic(IntEnum):
     """Like the vector loop of DeepSpeed's cpu_adam (csrc/includes/cpu_adam.h, Step_AVX): a product and the sum after it
     are rounded together (fused multiply-add)."""
     DEEPSPEED_TAIL = 2
-    """Like DeepSpeed's scalar loop for the elements after the last full vector of an array
-    (csrc/adam/cpu_adam_impl.cpp, Step_1), as GCC compiles it: in both moments the product of the old moment is not
-    rounded, instead of the gradient's product."""
+    """Like the scalar loop of DeepSpeed's cpu_adam for the elements after the last full vector of an array
+    (csrc/adam/cpu_adam_impl.cpp, Step_1), as GCC compiles it. The fused multiply-add of a moment takes the product
+    beta × old moment; with DEEPSPEED it takes the product (1 − beta) × gradient (or its square)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,14 @@ class Scalars:
     arithmetic: Arithmetic = Arithmetic.TORCH
 
     def of_tail(self) -> Scalars:
-        """The scalars for the tail: the elements after cpu_adam's last full vector. Unchanged if the arithmetic treats
-        the tail like all other elements."""
+        """The scalars for the last elements of an array, which do not fill a vector of DeepSpeed's cpu_adam. With
+        DEEPSPEED arithmetic: a copy with DEEPSPEED_TAIL. Otherwise: these scalars, unchanged."""
         is_vector = self.arithmetic is Arithmetic.DEEPSPEED
         return replace(self, arithmetic=Arithmetic.DEEPSPEED_TAIL) if is_vector else self
 
     def as_tuple(self) -> tuple[float, ...]:
-        """The numbers, in the order of `SCALAR_NAMES`. (dataclasses.astuple copies each, and takes 10 µs a call.)"""
+        """The numeric scalars as a tuple, in the order of `SCALAR_NAMES`. It is faster than dataclasses.astuple, which
+        takes 10 µs a call."""
         return (
             self.grad_scale,
             self.l2,
@@ -118,7 +121,7 @@ def scalars(
     loss scale, negative to maximize.
     """
     if step < 1:
-        raise ValueError(f"step is {step}, the first one is 1")
+        raise ValueError(f"step is {step}, must be 1 or more: the first update is number 1")
     return Scalars(
         grad_scale=to_f32(grad_scale),
         l2=0.0 if decoupled else to_f32(weight_decay),

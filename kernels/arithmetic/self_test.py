@@ -16,8 +16,8 @@ from tidegate.kernels.arithmetic.device_calls import GpuKernels
 from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
 
 NUMEL = 1100
-"""Number of elements of an array. One program of the update kernel then works on a full block, another one on a partial
-block."""
+"""Number of elements of each array of the self-test. It is no multiple of the kernel's block, so that the test covers a
+full block and a partial block."""
 USUAL_GRADS = {
     WeightFormat.F32: GradDtype.F32,
     WeightFormat.BF16_REMAINDER: GradDtype.BF16,
@@ -31,7 +31,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class TrialUpdate:
-    """An `Update` of the self-test's arrays."""
+    """The arguments of one update of the self-test: arrays by address, their formats and the scalars. It implements the
+    protocol `Update`."""
 
     numel: int
     weight: int
@@ -46,7 +47,7 @@ class TrialUpdate:
 
 @dataclass(frozen=True)
 class TrialGradient:
-    """A `Gradient` of the self-test."""
+    """A gradient of the self-test: address, number of elements and dtype. It implements the protocol `Gradient`."""
 
     address: int
     numel: int
@@ -65,8 +66,8 @@ class Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """Variants that together cover every branch of a kernel; not every combination, which would take minutes to
-    compile."""
+    """The variants of the update that the self-test runs. Together they cover every branch of the kernel. They are not
+    all combinations, because it would take minutes to compile these."""
     adamw = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
     adam = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37, decoupled=False)
     deepspeed = replace(adamw, arithmetic=Arithmetic.DEEPSPEED, decay=1e-4)
@@ -96,7 +97,8 @@ def _current_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat, variant: Variant) -> bool:
-    """Whether one update of normal and denormal numbers equals the oracle's bit for bit."""
+    """Runs one update on normal and denormal numbers. Returns whether all results equal those of the oracle bit for
+    bit."""
     grad_dtype, values = variant.grads[weight_format], variant.scalars
     master, exp_avg, grad = _numbers(3)
     exp_avg_sq = np.square(exp_avg)  # where exp_avg is small, this is denormal

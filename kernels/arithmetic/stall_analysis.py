@@ -8,8 +8,9 @@ from tidegate.timeline.timeline import Timeline
 
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
-    """Seconds in which the update could not compute, by cause. The result equals that of the Python function
-    `tidegate.timeline.stall_analysis.exposed_waits` to the last bit."""
+    """Stalls of the update in seconds, by cause: the times in which neither CPU nor device computed. Empty if the
+    timeline has no update. Equals the Python function `tidegate.timeline.stall_analysis.exposed_waits` to the last
+    bit."""
     window = timeline.window("update")
     if window is None:
         return {}

@@ -76,8 +76,8 @@ def _chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _update_chunk(run: Update, begin: int, numel: int, device_type: str) -> None:
-    """Updates `numel` elements from `begin` on. No operation uses a fused factor (`alpha`, `value`), because a device
-    might round product and sum together."""
+    """Updates the elements `begin` to `begin` + `numel` of the arrays of `run`. It does not use the arguments `alpha`
+    and `value` of torch functions, because with these a device might round a product and a sum together."""
 
     def at(address: int, dtype: torch.dtype) -> torch.Tensor:
         return wrap(address + begin * dtype.itemsize, numel, dtype, device_type)
@@ -144,12 +144,13 @@ def fma(a: torch.Tensor, b: float, c: torch.Tensor) -> torch.Tensor:
 
 
 def _tamed_bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of fp32 values, with every NaN made a quiet NaN whose low 16 bits are 0: rounding cannot turn it into
-    infinity, and it has no remainder."""
+    """The bits of fp32 values as int32. Every NaN is replaced by a quiet NaN whose low 16 bits are 0. So a NaN stays a
+    NaN when it is rounded to bf16, and its remainder is 0."""
     bits = x.view(torch.int32)
     return torch.where(x.isnan(), (bits | 0x00400000) & -0x10000, bits)
 
 
 def _bf16_of(tamed: torch.Tensor) -> torch.Tensor:
-    """The bits of the nearest bf16, ties away from zero, as int16. `tamed`: bits from `_tamed_bits`."""
+    """fp32 values rounded to bf16 (nearest, ties away from zero), as int16 bits. `tamed`: the fp32 values as returned
+    by `_tamed_bits`."""
     return ((tamed + 0x8000) >> 16).short()

@@ -31,8 +31,8 @@ TORCH, DEEPSPEED, DEEPSPEED_TAIL = (tl.constexpr(int(arithmetic)) for arithmetic
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a × b + c is rounded twice, not fused. tests/kernels/arithmetic/test_triton.py checks the compiled
-code."""
+"""Launch options of all kernels. They forbid the compiler to fuse a × b + c, so that product and sum are each rounded.
+tests/kernels/arithmetic/test_triton.py checks the compiled code."""
 ELEMENTS_PER_PROGRAM = 1024
 UPDATE_WARPS = 8
 """Warps of an update program, with four elements per thread: 16-byte loads of 32-bit arrays, 8-byte loads of 16-bit
@@ -111,8 +111,8 @@ def _to_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device)
 
 @triton.jit
 def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to element `index` at `address`. The compiler loses an integer's alignment when it is cast to a
-    pointer, so that the alignment is stated again."""
+    """The pointer to element `index` of the array at `address`. ALIGNED: the address is a multiple of 16. The compiler
+    forgets this when the integer is cast to a pointer, so it is stated again."""
     pointer = address.to(tl.int64).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -121,15 +121,16 @@ def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tamed_bits(x):
-    """The bits of fp32 values, with every NaN made a quiet NaN whose low 16 bits are 0: rounding cannot turn it into
-    infinity, and it has no remainder."""
+    """The bits of fp32 values as uint32. Every NaN is replaced by a quiet NaN whose low 16 bits are 0. So a NaN stays a
+    NaN when it is rounded to bf16, and its remainder is 0."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x != x, (bits | 0x00400000) & 0xFFFF0000, bits)
 
 
 @triton.jit
 def _bf16_of(tamed):
-    """The bits of the nearest bf16, ties away from zero. `tamed`: bits from `_tamed_bits`."""
+    """fp32 values rounded to bf16 (nearest, ties away from zero), as uint16 bits. `tamed`: the fp32 values as returned
+    by `_tamed_bits`."""
     return ((tamed + 0x8000) >> 16).to(tl.uint16)
 
 
@@ -236,8 +237,8 @@ def _adamw_block(
 
 @triton.jit
 def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
-    """old × beta + fresh × rest: one product is rounded (fresh × rest for DEEPSPEED_TAIL, else old × beta), then the
-    other product and the sum are rounded together."""
+    """Returns old × beta + fresh × rest, as DeepSpeed computes it. One product is rounded: fresh × rest for
+    DEEPSPEED_TAIL, otherwise old × beta. The other product and the sum are one fused multiply-add, rounded once."""
     beta, rest = tl.full((), beta, tl.float32), tl.full((), rest, tl.float32)
     return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
 
@@ -247,8 +248,11 @@ def _block_sums(
     table, num_blocks: tl.int64, begin: tl.int64, end: tl.int64, sums, bad,
     GRAD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of squares of each block: lane j of a block adds its elements j, j + 16, … in order; then the upper half
-    of the lanes is added to the lower half, until one is left."""
+    """Kernel that computes the sum of squares and the number of non-finite elements of the blocks `begin` to `end`.
+
+    The order of additions is fixed: accumulator j of a block adds the elements j, j + 16, …; then the upper half of the
+    16 accumulators is added to the lower half, and so on, until one is left.
+    """
     lane = tl.arange(0, BLOCKS * ACCUMULATORS)
     block = begin + tl.program_id(0) * BLOCKS + lane // ACCUMULATORS
     live = block < end

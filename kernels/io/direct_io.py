@@ -33,9 +33,9 @@ class IoPool:
 
     threads: number of blocks that are transferred at the same time, 1 or more.
 
-    Transfers are queued and divided into blocks, which the threads process in order. The next transfer begins as soon
-    as the previous one has no blocks left that have not started, so that the queue of the device stays full. Several
-    Python threads may use one pool. In a forked child `read` and `write` raise RuntimeError, and `close` does nothing.
+    Transfers are queued and divided into blocks, which the threads process in order. A transfer begins as soon as all
+    blocks of the previous one have started, so that the queue of the storage device stays full. Several Python threads
+    may use one pool. In a forked child `read` and `write` raise RuntimeError, and `close` does nothing.
     """
 
     def __init__(self, threads: int) -> None:
@@ -147,11 +147,11 @@ def _open_o_direct(path: str | os.PathLike[str], flags: int) -> int | None:
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory that begins at a page boundary and is not mapped in a forked child: access there crashes the child.
+    """Returns `nbytes` bytes of zeroed memory for direct I/O, aligned to a page. Huge pages are requested.
 
-    If a child shared the memory, writes of the parent would copy pages (copy-on-write) during a transfer. Huge pages
-    are requested. The memory is freed with the last array on it; `torch.from_numpy` makes a tensor of it without a
-    copy.
+    The memory does not exist in a forked child: access to it there crashes the child. If a child shared the memory,
+    writes of the parent would copy pages (copy-on-write) during a transfer. The memory is freed with the last array
+    that uses it; `torch.from_numpy` makes a tensor of it without a copy.
 
     ValueError for less than one byte, OSError if memory cannot be allocated.
     """

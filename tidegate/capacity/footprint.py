@@ -31,14 +31,15 @@ def subgroups_of(params: int, work: Workload) -> list[Subgroup]:
 def device_bytes(
     shape: ModelShape, machine: Machine, work: Workload, gradients: Literal["keep", "release"]
 ) -> dict[str, float]:
-    """GPU memory of one rank in bytes, by kind, without optimizer state. Weights and gradients are sharded over all
-    ranks.
+    """GPU memory of one rank in bytes, by kind of data, without optimizer state. Weights and gradients are sharded over
+    all ranks.
 
-    gathered: weights that are temporarily whole, as many as DeepSpeed keeps by default (`LIVE_PARAMS`, but at least one
-    matrix and at most two blocks), and the gradient of the largest matrix. activations: the activations kept between
-    blocks, the working set of one block, and the logits (Korthikanti et al., "Reducing Activation Recomputation in
-    Large Transformer Models", eq. 1, without the attention matrix, which kernels do not write). Released gradients do
-    not stay on the GPU until the next micro-batch: their sums are in host memory, see `sums_bytes`.
+    gradients: the share of this rank. Released gradients (`release`) take the memory of at most two subgroups, because
+    each is freed soon after it arrives. gathered: weights that are temporarily whole on each GPU, as many as DeepSpeed
+    keeps by default (`LIVE_PARAMS`, but at least one matrix and at most two blocks), and the gradient of the largest
+    matrix; 0 if there is only one rank. activations: the activations kept between blocks, the working set of one block,
+    and the logits (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", eq. 1, without
+    the attention matrix, because fused attention kernels do not store it).
     """
     matrix = max(shape.hidden * shape.ffn, shape.embedding_params)
     gathered = max(matrix, min(LIVE_PARAMS, 2 * shape.block_params)) + matrix

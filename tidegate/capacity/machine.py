@@ -42,7 +42,9 @@ class PlannedPath:
             _check_positive(f"{name} of path {self.name}", getattr(self, name))
         for name in ("capacity_bytes", "endurance_bytes"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r} of path {self.name} must not be negative.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} of path {self.name} must be a finite number of at least 0."
+                )
 
 
 def parse_path(text: str) -> PlannedPath:
@@ -51,7 +53,7 @@ def parse_path(text: str) -> PlannedPath:
     name, _, rest = text.partition(":")
     speeds, *options = rest.split(":")
     read, _, write = speeds.partition("/")
-    form = "NAME:READ/WRITE in GB/s, as in nvme:6.9/5.3, then :duplex, :all-nodes, :1.6TB, :endure=3PB as wanted"
+    form = "NAME:READ/WRITE in GB/s, as in nvme:6.9/5.3, with any of :duplex, :all-nodes, :1.6TB, :endure=3PB after it"
     try:
         reads, writes = float(read) * GB, float(write) * GB
     except ValueError as error:
@@ -105,8 +107,8 @@ GPUS: Final[dict[str, Gpu]] = {
         memory_bytes=24 * GB, flops_per_second=165e12, memory_bytes_per_second=1.0e12, link_bytes_per_second=25e9
     ),
 }
-"""GPUs by name. Values are from data sheets, without sparsity; link speeds are from measured copies of pinned memory
-(DOS 5.1, MLP Table 1)."""
+"""GPUs by name. Values are from data sheets, without sparsity. Link speeds are from measured copies of pinned memory
+(Deep Optimizer States, section 5.1; MLP-Offload, Table 1)."""
 
 
 def gpu_named(name: str) -> Gpu:
@@ -173,7 +175,10 @@ class Machine:
         return cls(**{**from_gpu, **values})
 
     def measured(self, card: RateCard) -> Machine:
-        """This machine with the speeds that `tidegate calibrate` has measured on one of its nodes, where measured."""
+        """A copy of this machine with measured speeds of GPU links and of updates on the CPU.
+
+        card: the rate card that `tidegate calibrate` has measured on one node. Speeds that it lacks are not replaced.
+        """
         changes = {
             name: value
             for name in ("h2d_bytes_per_second", "d2h_bytes_per_second", "cpu_params_per_second")

@@ -25,8 +25,8 @@ from tidegate.simulator.steady_state import Rank, SteadyStep, sampled, steady_st
 from tidegate.speeds.rate_card import RateCard
 
 MEMORY: Final = "host memory"
-"""Name of the resource that updates on the CPU and all copies share: memory bandwidth of the host, reads plus
-writes."""
+"""Name of a shared resource: the memory bandwidth of the host, reads plus writes. All updates on the CPU and all copies
+use it."""
 _STREAMED: Final = 0.7
 """Share of the GPU's peak memory bandwidth that an update reaches. It is below 1, because an update reads and writes
 many arrays at the same time."""
@@ -34,10 +34,11 @@ many arrays at the same time."""
 
 @dataclass(frozen=True)
 class NodeShare:
-    """The share of one rank in its node, and in paths that all nodes share, while all other ranks work in the same way.
+    """The share of one rank in the resources of its node, and in paths that all nodes use. It is assumed that all other
+    ranks do the same work at the same time.
 
-    cpu_bytes: bytes per parameter that an update on the CPU reads and writes in host memory; 0: as many as the update
-    of Tidegate (`touched_bytes`).
+    cpu_bytes: bytes per parameter that an update on the CPU reads and writes in host memory; 0 for the value of
+    Tidegate's own update (`touched_bytes`).
     """
 
     machine: Machine
@@ -95,11 +96,12 @@ class NodeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePrediction:
-    """The predicted update of one rank: seconds from the call of `step()` until all ops are done; the mean of both
-    steps where orders alternate.
+    """The predicted update of one rank. If the order of updates alternates between steps, each value is the mean of two
+    steps, one in each order.
 
-    busy: seconds of work at full speed of each resource within that time: lanes, `host memory`, and paths whose reads
-    and writes share the device. lane_bytes: bytes of the whole step, by lane.
+    seconds: from the call of `step()` until all ops are done. busy: for each resource, its seconds of work at full
+    speed within that time; resources are the lanes, `host memory`, and each path whose reads and writes share one
+    drive. lane_bytes: bytes that each lane moves in the whole step.
     """
 
     seconds: float
@@ -143,10 +145,11 @@ def predict_update(
 def run(
     plan: Plan, seconds_of: Callable[[Op], float], demand_of: Callable[[Op], Demand], step_at: float
 ) -> tuple[float, dict[str, float]]:
-    """Simulates the update of `plan`, with `step()` called at `step_at`. Returns its seconds, and the seconds of work
-    of each resource within it.
+    """Simulates `plan`. Returns the seconds of the update (from the call of `step()` until all ops are done), and the
+    seconds of work of each resource within this time.
 
     seconds_of: gives the run time of an op at full speed. demand_of: gives its share of each resource at full speed.
+    step_at: the time of the call of `step()`, in seconds after the start of the plan.
     """
     seconds = {op.id: seconds_of(op) for op in plan.ops}
     demands = {op.id: demand_of(op) for op in plan.ops}

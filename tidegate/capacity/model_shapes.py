@@ -12,7 +12,8 @@ from tidegate.errors import ConfigError
 
 _LLAMA_VOCAB: Final = 32_000
 MAX_PARAMS: Final = 10**13
-"""Most parameters of a model: more are most likely a mistake in a config, and would take minutes to plan."""
+"""Largest accepted number of parameters of a model. A larger number is most likely a mistake in a config, and planning
+would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class ModelShape:
                 f"active_experts={self.active_experts} of model {self.name} must be at most its {self.experts} experts."
             )
         if self.params > MAX_PARAMS:
-            raise ConfigError(f"Model {self.name} has more than {MAX_PARAMS:.0e} parameters: is its config right?")
+            raise ConfigError(f"Model {self.name} has more than {MAX_PARAMS:.0e} parameters: check its config.")
 
     @property
     def block_params(self) -> int:
@@ -67,8 +68,8 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """Parameters whose matrices process a token: without the experts that are not active, and without the lookup in
-        the input embedding."""
+        """Number of parameters that a token is multiplied with: those of the attention, the active experts and the
+        output layer, but not of the input embedding (which is a table look-up)."""
         inner = self.active_experts * self._inner
         return self.layers * (self._attention + inner) + self.embedding_params
 
@@ -83,7 +84,8 @@ class ModelShape:
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    """A model shape as in both papers: inner layers of four times the hidden width, the vocabulary of Llama 2."""
+    """The shape of a GPT model as in the papers Deep Optimizer States and MLP-Offload: the inner layers have four times
+    the hidden width, and the vocabulary is that of Llama 2."""
     return ModelShape(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, vocab=_LLAMA_VOCAB,
         tied=True,
@@ -115,7 +117,8 @@ PAPER_MODELS: Final[dict[str, ModelShape]] = {
         _gpt("280B", 72, 16384, 128),
     )
 }
-"""The models of DOS Table 2 and MLP Table 2, unchanged: 20B has 48 layers, and thus 22 billion parameters."""
+"""The models of two papers (Deep Optimizer States, Table 2; MLP-Offload, Table 2), with the layers and widths stated
+there. A name may differ from the number of parameters: `20B` has 48 layers, and thus 22 billion parameters."""
 
 MODELS: Final[dict[str, ModelShape]] = {
     **PAPER_MODELS,
@@ -132,7 +135,7 @@ MODELS: Final[dict[str, ModelShape]] = {
         )
     },
 }
-"""Shapes by name: the models of the papers, and common models."""
+"""Shapes of models by name: the models of the two papers (`PAPER_MODELS`), and common models."""
 
 _GATED: Final = frozenset(
     {
@@ -140,14 +143,15 @@ _GATED: Final = frozenset(
         "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi3", "phimoe", "qwen2", "qwen3", "smollm3", "stablelm",
     }
 )  # fmt: skip
-"""Model types (`model_type`) of equal blocks whose inner layers are gated."""
+"""Values of `model_type` in Hugging Face configs: models of equal blocks with gated inner layers (three matrices)."""
 _UNGATED: Final = frozenset(
     {
         "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt",
         "persimmon", "phi", "starcoder2",
     }
 )  # fmt: skip
-"""Model types of equal blocks whose inner layers are not gated."""
+"""Values of `model_type` in Hugging Face configs: models of equal blocks whose inner layers are not gated (two
+matrices)."""
 _OTHER_SHAPES: Final = ("kv_lora_rank", "is_encoder_decoder", "moe_intermediate_size", "ffn_config", "attn_config")
 """Config keys of architectures whose parameters cannot be counted here."""
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
@@ -175,7 +179,8 @@ def model_named(name: str) -> ModelShape:
 
 
 def model_from(where: str) -> ModelShape:
-    """The shape of a model name, or of a Hugging Face config: the file, or a folder with a config.json."""
+    """The shape of the model at `where`: a name in `MODELS`, a Hugging Face config file, or a folder with a
+    config.json."""
     if where.lower() in (name.lower() for name in MODELS):
         return model_named(where)
     file = Path(where)
@@ -200,7 +205,10 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
         raise ConfigError(f"The config of {name} is not a JSON object: give the config.json of a Hugging Face model.")
     values = values.get("text_config") or values
     if not isinstance(values, Mapping):
-        raise ConfigError(f"text_config in the config of {name} is not a JSON object: {str(values)[:40]!r}.")
+        raise ConfigError(
+            f"text_config in the config of {name} is not a JSON object: {str(values)[:40]!r}. Give the config.json of "
+            "a Hugging Face model."
+        )
     kind = str(values.get("model_type", ""))
     for key in _OTHER_SHAPES:
         if values.get(key):
@@ -236,8 +244,8 @@ def model_from_config(values: Any, *, name: str = "model") -> ModelShape:
 
 
 def _size(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
-    """The value of the first of these keys that is present; 0 when none is. ConfigError when it is not a whole
-    number."""
+    """The value of the first key of `keys` that the config `values` contains; 0 if it contains none of them.
+    ConfigError if the value is not a whole number above 0. name: the model, for the message."""
     for key in keys:
         if (value := values.get(key)) is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -23,7 +23,7 @@ class PassTimes(NamedTuple):
 
 
 def passes(shape: ModelShape, machine: Machine, work: Workload) -> PassTimes:
-    """The pass times of one micro-batch on each rank."""
+    """Estimates the seconds of the forward and the backward of one micro-batch on each rank."""
     compute = forward_flops(shape, work) / (machine.flops_per_second * machine.flop_share)
     gather = gather_seconds(shape.params * work.weight_bytes, machine)
     again = 3 if work.checkpointing else 2

@@ -26,8 +26,10 @@ from tidegate.simulator.steady_state import Rank, SteadyStep, steady_steps
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A lack of memory or storage. `where`: `GPU memory` (bytes per GPU), `host memory` (bytes per node), or `storage
-    paths` (bytes of all ranks)."""
+    """A lack of memory or storage: the bytes that are needed, and the bytes that are available.
+
+    where: `GPU memory` (both numbers are per GPU), `host memory` (per node), or `storage paths` (of all ranks).
+    """
 
     where: str
     needed_bytes: float
@@ -47,11 +49,13 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementFit:
-    """A placement of all data of a rank. If there is a shortage, the memory levels after it are not computed.
+    """The placement of all data of one rank: on the GPU, in host memory and on storage paths, filled in this order. If
+    one of these is too small (`shortages`), those after it are not computed.
 
-    device, host: bytes of one rank by kind. effective: knobs; `fit` leaves the stride `off`, the planner may choose
-    another one if `may_stage`. may_stage: some state is not on the GPU, and the GPU has room for staging slots (the
-    buffers into which such state is copied for an update on the GPU).
+    device, host: bytes of one rank in GPU memory and in host memory, by kind of data. effective: the knobs; `fit` sets
+    the stride to `off`, and the planner may choose another stride if `may_stage` is True. may_stage: some state is not
+    on the GPU, and the GPU has room for staging slots (the buffers into which such state is copied for an update on the
+    GPU).
     """
 
     rank: Rank
@@ -158,7 +162,10 @@ def _on_host(found: PlacementFit, share: NodeShare) -> PlacementFit:
 
 
 def _capacity(subgroup: Subgroup, share: NodeShare) -> dict[str, int]:
-    """The capacity of each path in subgroups of one rank, where known."""
+    """The number of subgroups of one rank that fit on each path, by path; paths of unlimited capacity are left out.
+
+    subgroup: a subgroup of full size.
+    """
     machine = share.machine
     return {
         path.name: int(path.capacity_bytes / (machine.ranks if path.all_nodes else machine.gpus))
@@ -175,8 +182,8 @@ def _host_shortage(host: Mapping[str, float], room: float, machine: Machine) -> 
 
 
 def _host_bytes(rank: Rank, effective: EffectiveKnobs, share: NodeShare) -> dict[str, float]:
-    """Host memory of one rank in bytes, by kind, if all subgroups that are not residents are updated on the CPU. This
-    is an upper bound over all strides."""
+    """Host memory of one rank in bytes, by kind of data, if all subgroups that are not residents are updated on the
+    CPU. With any stride, the rank needs at most this memory."""
     steps: list[SteadyStep] = steady_steps(rank, effective, share.card)
     found = max((step.host_bytes() for step in steps), key=lambda kinds: sum(kinds.values()))
     sums = sums_bytes(sum(s.numel for s in rank.subgroups), share.work, rank.gradients)
@@ -185,5 +192,6 @@ def _host_bytes(rank: Rank, effective: EffectiveKnobs, share: NodeShare) -> dict
 
 
 def _readable_ratio(count: float, of: int) -> float:
-    """The static ratio for `count` of `of` subgroups, rounded down to four decimals so that it is easy to read."""
+    """The static ratio with which `count` subgroups out of `of` are residents, rounded down to four decimals so that it
+    is easy to read."""
     return int(10_000 * max(0.0, count) / of) / 10_000

@@ -18,7 +18,8 @@ from tidegate.plan.ops import path_lanes
 from tidegate.tuner.search import equation_stride
 
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
-"""Strides that are tried in this order, after `off` and before the stride of DOS Eq. 1."""
+"""Strides that the planner tries in this order. It tries `off` before them, and the stride of Eq. 1 of the paper Deep
+Optimizer States after them."""
 WORTHWHILE_FACTOR: Final = 0.97
 """Limit for choices that use more of the GPU or need a change of the training script: such a choice is accepted only
 if its update takes less than this fraction of the shortest update so far."""
@@ -98,7 +99,7 @@ class CapacityPlan:
         return tuple(_assumptions(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The plan as a dictionary of plain values, which can be written as JSON."""
         effective = self.fit.effective
         return {
             "model": {**asdict(self.model), "params": self.model.params},
@@ -150,7 +151,8 @@ def plan_capacity(shape: ModelShape, machine: Machine, work: Workload | None = N
 
 
 def _sized(shape: ModelShape, machine: Machine, work: Workload) -> Workload:
-    """The workload with subgroups small enough that a rank has about sixteen: with fewer, lanes wait long."""
+    """The workload, with smaller subgroups if a rank would have fewer than about sixteen. With few subgroups, lanes
+    wait long for each other. ConfigError if there are fewer parameters than ranks."""
     of_rank = -(-shape.params // machine.ranks)
     if shape.params < machine.ranks:
         raise ConfigError(
@@ -177,8 +179,11 @@ def _cheapest_good_fit(
 def _best_stride(
     found: PlacementFit, update: UpdatePrediction, share: NodeShare, backward: float
 ) -> tuple[PlacementFit, UpdatePrediction]:
-    """The placement with the stride of the shortest update, and this update. `update`: the one with the stride `off`.
-    A stride is preferred to those tried before only if its update takes less than WORTHWHILE_FACTOR times as long."""
+    """Chooses the stride. Returns the placement `found` with this stride, and the predicted update.
+
+    update: the predicted update with the stride `off`. backward: seconds of the backward of one micro-batch. A stride
+    is preferred to those tried before only if its update takes less than WORTHWHILE_FACTOR times as long.
+    """
     strides = [*STRIDES, *equation_stride(found.rank.subgroups, share.card)] if found.may_stage else []
     for stride in dict.fromkeys(strides):
         # The bytes on a path are the same with every stride: if a path is the bottleneck, no stride helps.

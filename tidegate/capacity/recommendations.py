@@ -11,9 +11,10 @@ from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.errors import ConfigError
 
 TYPICAL_NVME: Final = PlannedPath(name="nvme", read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9)
-"""A typical NVMe drive: the node-local drives of MLP Table 1."""
+"""A typical NVMe drive: the node-local drives of MLP-Offload, Table 1."""
 WORTHWHILE_GAIN: Final = 1.02
-"""Smallest gain of a recommended change, as a factor of tokens per second of each GPU."""
+"""Smallest gain with which a change is recommended. The gain is tokens per second of each GPU with the change, divided
+by those without it."""
 MOST_NODES: Final = 1024
 
 
@@ -21,7 +22,8 @@ MOST_NODES: Final = 1024
 class Change:
     """A recommended change of a setting, or a purchase of hardware, with the predicted seconds of an iteration.
 
-    gain: factor of tokens per second of each GPU; None if the model does not fit without the change, and fits with it.
+    gain: tokens per second of each GPU with the change, divided by those without it; None if the model fits only with
+    the change.
     """
 
     kind: Literal["change", "buy"]
@@ -103,7 +105,7 @@ def _double_microbatch(work: Workload) -> Workload:
 
 
 def _two_drives(path: PlannedPath) -> PlannedPath:
-    """Two drives as one path: twice the speed, capacity and endurance."""
+    """The path with a second, equal drive: twice the speed, capacity and endurance."""
     return replace(
         path,
         read_bytes_per_second=2 * path.read_bytes_per_second,
@@ -119,7 +121,8 @@ def _free_name(machine: Machine) -> str:
 
 
 def _enough_nodes(plan: CapacityPlan) -> Change | None:
-    """The fewest nodes on which the model fits, by repeated doubling; None if it does not fit on MOST_NODES."""
+    """The purchase of enough nodes for the model. Their number is doubled until the model fits; None if it does not fit
+    on up to MOST_NODES nodes."""
     machine = plan.machine
     while 2 * machine.nodes <= MOST_NODES:
         machine = replace(machine, nodes=2 * machine.nodes)

@@ -27,7 +27,8 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.01, max=60)] = 0.15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Measure what this machine can do: each lane alone, then together. The result is kept for this hardware."""
+    """Measure the speeds of this machine (updates, copies, storage paths): each alone, then several at the same time.
+    The result is saved for this hardware."""
     paths = _paths(path or [])
     with needs():
         from tidegate.agent.calibration import calibrate as measure

@@ -19,7 +19,8 @@ from tidegate.wire.canary import MAX_CANARY_STEPS, CanaryRequest
 from tidegate.wire.knobs import GenerationView, RankKnobs
 
 APPLY_SECONDS: Final = 2.0
-"""Longest wait for ranks to apply agreed knobs, which they do between two steps."""
+"""Longest time in seconds for which a command waits until all ranks have applied the agreed knobs. Ranks apply knobs
+between two steps."""
 app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
 
 
@@ -62,7 +63,8 @@ def change(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Change knobs while the run trains, as in `stride=3 static_ratio=0.25`: at all ranks, or at none."""
+    """Change knobs of a run while it trains, as in `stride=3 static_ratio=0.25`. Either all ranks apply the change, or
+    none."""
     if run is None and "=" not in changes[0]:
         run, changes = changes[0], changes[1:]
     wanted, trial = _parse_changes(changes), _trial(canary, min_effect)
@@ -88,7 +90,7 @@ def rollback(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Bring back the knobs of an earlier generation, at once. Ends a canary that is running."""
+    """Restore the knobs of an earlier generation immediately. Ends a canary that is running."""
     with client_for("operate", url) as client:
         name = choose_run(client, run).run
         made = client.roll_back(name, to, reason=reason, wait=wait)

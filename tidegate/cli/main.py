@@ -158,7 +158,7 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("trace.json"),
     url: Daemon = None,
 ) -> None:
-    """Write the last update of a rank as a trace file, for Perfetto or chrome://tracing."""
+    """Write the newest timeline of a rank (the ops of one step) to a trace file for Perfetto or chrome://tracing."""
     from tidegate.cli.trace import write
 
     with client_for("read", url) as client:

@@ -18,7 +18,8 @@ from tidegate.wire.run import RunView
 
 
 def utf8(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
-    """Callback of options whose text is stored or sent. ConfigError for text that is not UTF-8."""
+    """Typer callback of options and arguments whose text is stored or sent. Returns `value` unchanged; ConfigError if
+    it is not valid UTF-8."""
     for text in (value,) if isinstance(value, str) else value or ():
         encodable(text, param.opts[0] if param.opts[0].startswith("-") else (param.name or "").upper())
     return value
@@ -44,7 +45,8 @@ def client_for(scope: Literal["read", "operate"], url: str | None) -> DaemonClie
 
 
 def choose_run(client: DaemonClient, name: str | None) -> RunView:
-    """The run with this name; None: the only run that is running, ConfigError if there are several."""
+    """The run with this name. If `name` is None: the run that is running now; ConfigError if several are running,
+    TidegateError if none is."""
     if name:
         return client.run(name)
     runs = newest_first(client.runs())
@@ -53,7 +55,9 @@ def choose_run(client: DaemonClient, name: str | None) -> RunView:
         return running[0]
     if running:
         raise ConfigError(f"Several runs are running, give one with --run: {', '.join(run.run for run in running)}.")
-    known = f" Earlier ones, newest first: {', '.join(run.run for run in runs[:10])}." if runs else ""
+    known = (
+        f" Earlier ones, newest first: {', '.join(run.run for run in runs[:10])}. Give one with --run." if runs else ""
+    )
     raise TidegateError(f"No run is running.{known}")
 
 
@@ -71,7 +75,8 @@ def print_json(message: BaseModel | list[Any]) -> None:
 
 
 def duration(text: str, option: str) -> float:
-    """Seconds of `90s`, `15m`, `12h`, `30d`, `4w`; ConfigError naming the option for any other text."""
+    """Parses a duration such as `90s`, `15m`, `12h`, `30d` or `4w`, and returns its seconds. For any other text a
+    ConfigError that names the option."""
     found = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip().lower())
     if found is None or int(found[1]) == 0:
         raise ConfigError(f"{option} {text!r} is not a duration: give one such as 12h or 30d (s, m, h, d, w).")

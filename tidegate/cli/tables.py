@@ -39,7 +39,8 @@ def print_runs(runs: Sequence[RunView], everything: bool = False) -> None:
 
 
 def default_runs(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that are shown by default: running ones; if there are none, the ENDED_SHOWN that ended last."""
+    """The runs that are shown by default: all running ones; if no run is running, the newest ended ones (at most
+    ENDED_SHOWN). runs: all runs, newest first."""
     return [run for run in runs if run.liveness in RUNNING] or list(runs[:ENDED_SHOWN])
 
 
@@ -130,8 +131,9 @@ def print_preview(preview: KnobPreview) -> None:
 
 
 def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
-    """Table rows that compare the predictions before and after a change of knobs: the range of 9 of 10 updates, stalls
-    by cause, the lower bound of the update with its reason, and memory. No rows if a prediction is None."""
+    """Table rows that compare the predictions before and after a change of knobs: the range of update times that
+    contains 9 of 10 updates, stalls by cause, the lower bound of the update with its reason, and memory. No rows if a
+    prediction is None."""
     if before is None or after is None:
         return
     if after.low_seconds is not None and after.high_seconds is not None:

@@ -43,7 +43,8 @@ def create(
     state: State = None,
     database_url: Database = None,
 ) -> None:
-    """Make a token and print it, once. A running daemon accepts it after at most a fifth of a second."""
+    """Make a token and print it. It cannot be printed again later. A running daemon accepts the token after at most a
+    fifth of a second."""
     found = next((known for known in SCOPES if known == scope), None)
     if found is None:
         raise ConfigError(f"There is no scope {scope!r}. The scopes are: {', '.join(SCOPES)}.")
@@ -83,7 +84,7 @@ def revoke(
         revoked = tokens.revoke(id, actor())
     if revoked is None:
         raise TidegateError(
-            f"No token, or more than one, has an id that begins with {id!r}: nothing was withdrawn. See "
+            f"No token, or more than one, has an id that begins with {id!r}: nothing was revoked. See "
             "`tidegate token list`."
         )
     say(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
@@ -91,8 +92,10 @@ def revoke(
 
 @contextmanager
 def _tokens(state: Path | None, database_url: str | None, undone: str) -> Iterator[TokenTable]:
-    """The token table of the daemon's database. `undone`: sentence for errors, naming the action that did not
-    happen."""
+    """Context manager that opens the daemon's database and gives its token table.
+
+    undone: sentence for error messages that says what was not done, such as `No token was made`.
+    """
     with needs():
         from tidegate.daemon.configuration.settings import Settings
         from tidegate.daemon.storage.database_file import database_errors_explained

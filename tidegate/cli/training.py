@@ -67,7 +67,8 @@ def _cache(text: str) -> int | str:
 
 
 def training_command(*, view: bool) -> Callable[..., None]:
-    """The function of the command: `demo` (view=True, with the live view) or `train`."""
+    """Makes the function of a command: `tidegate demo` (with the live view) if `view` is True, else
+    `tidegate train`."""
 
     def command(
         text: Annotated[Path | None, typer.Option(help="Folder of text; default: Python's own source.")] = None,

@@ -31,7 +31,7 @@ def status(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Show the runs, newest first, their ranks and their last step."""
+    """Show the runs, newest first, with their ranks and the last step of each rank."""
     with client_for("read", url) as client:
 
         def fetch() -> list[RunView]:
@@ -61,7 +61,8 @@ def events(
     url: Daemon = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
 ) -> None:
-    """Print the events of a run: generations, canaries, ranks that joined and left. Reports only with --json."""
+    """Print the events of a run: generations, canaries, ranks that joined or left. With --json, also the reports of the
+    ranks."""
     with client_for("read", url) as client:
         name = choose_run(client, run).run
         newest = None if follow else client.newest_event(name)
@@ -105,7 +106,7 @@ class PrintedStates:
     """The states that were printed last, so that unchanged states are not printed again."""
 
     generations: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """State of each generation and of its canary, by number."""
+    """State of each generation and of its canary, by number of the generation; the second is "" without a canary."""
     ranks: dict[int, str] = field(default_factory=dict)
     """Liveness of each rank."""
 

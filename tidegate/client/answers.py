@@ -38,7 +38,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def refuse_compressed(answer: Answer, where: str) -> None:
-    """DaemonError for a compressed response: no compression was requested, and the decompressed size has no bound."""
+    """Raises DaemonError if the response is compressed. The client never requests compression, and the size after
+    decompression has no bound. where: method and path of the request, for the message."""
     encoding = answer.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise DaemonError(
@@ -62,7 +63,7 @@ def event_lines(answer: Answer, where: str) -> Iterator[bytes]:
 
 
 def parse(kind: type[_T], answer: CompleteAnswer) -> _T:
-    """The body as a message of this kind. DaemonError for a body that is no such message."""
+    """Parses the body of a response as a message of the type `kind`. DaemonError if the body is no such message."""
     try:
         parsed: _T = _adapter(cast("Any", kind)).validate_json(answer.content)
         return parsed

@@ -30,7 +30,8 @@ MAX_BODY_BYTES: Final = 1 << 20
 MAX_ANSWER_BYTES: Final = 64 << 20
 """Largest response body that a client accepts. The daemon limits its list of all runs to 48 MiB."""
 QUIET_SECONDS: Final = 60.0
-"""Longest time without data on an event stream: the daemon sends a comment every 15 s."""
+"""Longest time in seconds for which a client waits for data on an event stream, before it takes the connection to be
+broken. The daemon sends a comment every 15 s."""
 
 _NEW_IN_HELLO: Final = {"process", "replaces"}
 """Fields of AgentHello (the message that registers a rank) that older daemons with protocol 2 refuse. After a refusal
@@ -41,9 +42,9 @@ class DaemonClient:
     """A client of the daemon at `url`. Threads may share it; `close()` it or use it as a context manager.
 
     token: bearer token; with None no token is sent (only health() works then). If the token or the url is a
-        `FromState`, each new connection over plain http begins with a proof that the server is the daemon of that state
-        directory. (With https the certificate proves it.) DaemonUnproven if the proof fails; only a nonce was sent
-        then.
+        `FromState` (read from a state directory), each new connection over plain http begins with a proof that the
+        server is the daemon of that directory; over https the certificate is the proof. DaemonUnproven if the proof
+        fails; the token was not sent then.
     timeout: seconds for one exchange, from connecting to the end of the response; long polls add their waiting time.
     max_answer_bytes: largest response body; DaemonError for a larger one, and for a compressed one.
     ca: PEM file of the authority that signed the daemon's certificate (or the certificate itself); None:
@@ -91,9 +92,10 @@ class DaemonClient:
         return self._transport.ask(Lease, "POST", path_of("agents", agent, "reports"), body=_shrunk(message))
 
     def directive(self, agent: str, after_committed: int, after_proposed: int | None, wait: float) -> Directive:
-        """Long poll: the agreed knobs for the rank to use, and proposed knobs on which it must vote, if there are any.
-        Returns as soon as one of them is of a newer generation than the given one, or after `wait` seconds.
-        `after_proposed` None: every proposal is new."""
+        """Long poll for the daemon's directive: the agreed knobs that the rank must use, and proposed knobs on which it
+        must vote, if there are any. Returns as soon as the agreed knobs have a newer generation than `after_committed`,
+        or the proposed knobs a newer one than `after_proposed` (None: every proposal is new), or after `wait`
+        seconds."""
         query: dict[str, str | int | float | bool] = {"committed": after_committed, "wait": wait}
         if after_proposed is not None:
             query["proposed"] = after_proposed
@@ -139,8 +141,8 @@ class DaemonClient:
         )
 
     def advice(self, run: str) -> Advice:
-        """Changes of knobs that the simulator recommends, also of pinned knobs, and the seconds of an update that it
-        predicts. They are not applied."""
+        """The changes of knobs that the simulator recommends, and the predicted seconds of an update with them. Pinned
+        knobs may be among these knobs. The changes are not applied."""
         return self._transport.ask(Advice, "GET", path_of("runs", run, "advice"))
 
     def set_knobs(
@@ -203,14 +205,14 @@ class DaemonClient:
         )
 
     def audit(self, run: str | None = None, limit: int = 500) -> list[AuditRow]:
-        """The newest rows of the run's audit log, oldest first. None: rows of all runs, and rows that concern no
-        run."""
+        """The newest rows of the run's audit log (at most `limit`), oldest first. `run` None: rows of all runs, and
+        rows that concern no run."""
         where = path_of("runs", run, "audit") if run is not None else path_of("audit")
         return self._transport.ask(list[AuditRow], "GET", where, query={"limit": limit})
 
     def alerts(self, run: str | None) -> list[AlertView]:
-        """Alerts of the run: firing alerts, worst first, then resolved ones, newest first. None: alerts that concern no
-        run."""
+        """Alerts of the run: firing alerts, worst first, then resolved ones, newest first. `run` None: alerts that
+        concern no run."""
         return self._transport.ask(list[AlertView], "GET", path_of("runs", run, "alerts") if run else path_of("alerts"))
 
     def firing(self) -> list[AlertView]:

@@ -37,7 +37,7 @@ class FromState(str):
     """A token or a daemon's address that was read from a state directory. Before it is used, the server must prove that
     it is the daemon of that directory.
 
-    key: the directory's secret; empty if it has no readable one. home: the directory.
+    key: the secret in the directory; empty if there is none, or this user cannot read it. home: the directory.
     """
 
     key: str

@@ -19,7 +19,8 @@ DEFAULT_URL: Final = "http://127.0.0.1:8790"
 
 
 def state_dir() -> Path:
-    """The state directory of this user's daemon: TIDEGATE_STATE_DIR, else XDG_STATE_HOME/tidegate, else the default."""
+    """The state directory of this user's daemon: TIDEGATE_STATE_DIR, else XDG_STATE_HOME/tidegate, else
+    ~/.local/state/tidegate."""
     if given := os.environ.get("TIDEGATE_STATE_DIR"):
         return _expanded(given)
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -43,7 +44,8 @@ def _expanded(path: str) -> Path:
 
 
 def find_token(scope: Scope) -> str | None:
-    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else its file in `token_dir()`.
+    """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else the file `<scope>.token` in
+    `token_dir()`; None if there is none. Where `read.token` is missing, the token of `operate` or `agent` is used.
 
     A token from the state directory is a `FromState`: a client sends it only after the server has proved that it is the
     daemon of that directory. NotAuthorized for a token file that is not UTF-8; ConfigError for an invalid directory
@@ -70,10 +72,11 @@ def find_token(scope: Scope) -> str | None:
 
 
 def find_daemon() -> str:
-    """The daemon's address: TIDEGATE_DAEMON, else the address that the local daemon wrote to daemon.json, else the
-    default.
+    """The daemon's address: TIDEGATE_DAEMON, else the address that the local daemon wrote to daemon.json, else
+    DEFAULT_URL.
 
-    An address from daemon.json is a `FromState`: no token is sent there before the server has proved to be that daemon.
+    An address from daemon.json is a `FromState`: a client sends no token to it before the server has proved that it is
+    the daemon of this state directory.
     """
     if given := os.environ.get("TIDEGATE_DAEMON"):
         return encodable(given, "TIDEGATE_DAEMON")

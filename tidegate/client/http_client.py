@@ -1,7 +1,7 @@
 """HTTP exchanges over connections with a deadline (`tidegate.client.streams`), through the environment's proxy.
 
-This uses httpcore directly: httpx on top of it doubles the processor time of a small exchange, and agents make one
-every few seconds on the cores of a training.
+This uses httpcore directly: httpx on top of it doubles the processor time of a small exchange. Agents make such an
+exchange every few seconds, on processor cores that the training needs.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class HttpClient:
         """Sends a request and gives its response, whose body can be read in the block. Raises exceptions in
         `HTTP_ERRORS`.
 
-        path: with its query, quoted. seconds: limit for connecting, and for each single read and write. read_seconds:
-            limit for each read, if different.
+        path: URL path with its query, already quoted. seconds: time limit for connecting, and for each single read and
+            write. read_seconds: another time limit for each read; None: `seconds`.
         """
         limits = {"connect": seconds, "read": read_seconds or seconds, "write": seconds, "pool": seconds}
         request = httpcore.Request(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 OWN_FOLDER: Final = "private"
-"""Name of the daemon's own folder (mode 0700) below a state directory that other users own or may enter."""
+"""Name of a private folder (mode 0700) for the daemon's state files. The daemon creates it in the state directory if
+other users own that directory or may enter it."""
 
 
 def home_of(state_dir: Path) -> Path:

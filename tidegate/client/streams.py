@@ -20,8 +20,8 @@ import httpcore
 MAX_HEAD_BYTES: Final = 64 << 10
 """Largest head of a response: status, headers, and all interim responses (1xx) before it."""
 _FRAMING_FACTOR: Final = 8
-"""A body may have at most so many received bytes for each byte of its content, and MAX_HEAD_BYTES more. The rest is
-HTTP framing: a chunk with one byte of content takes six bytes."""
+"""Limit for the bytes received of a response body: this factor times the bytes of its content, plus MAX_HEAD_BYTES.
+Received bytes that are not content are HTTP framing: a chunk with one byte of content takes six bytes."""
 _SMALL_BYTES: Final = 16 << 10
 """Maximum number of written bytes that are held back, to be sent together with later bytes."""
 _RECORD_BYTES: Final = 16 << 10
@@ -33,7 +33,7 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Context manager that sets a deadline, `seconds` from now, for all sending and receiving of this thread in it.
+    """Context manager with a deadline, `seconds` from now, for all that this thread sends and receives in the block.
 
     After the deadline, sending and receiving raise a `httpcore.TimeoutException`. If an outer block has an earlier
     deadline, that one applies.
@@ -49,7 +49,8 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded_head() -> Iterator[None]:
-    """Context manager that limits the head of a response: this thread can receive at most `MAX_HEAD_BYTES` in it.
+    """Context manager that limits the head of a response: in its block this thread can receive at most
+    `MAX_HEAD_BYTES`.
 
     The block must end when the headers of the response have been received.
     """
@@ -261,14 +262,14 @@ def _at_most(timeout: float | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _left(timeout: float | None, over: type[Exception]) -> float | None:
-    """The seconds that one read or write may take: `timeout`, or the time to the deadline if that is less; raises
-    `over` when the deadline has passed."""
+    """The seconds that one read or write may take: `timeout`, or the time until this thread's deadline if that is less.
+    None: no limit. Raises an exception of the class `over` when the deadline has passed."""
     ends_at: float | None = getattr(_this_thread, "ends_at", None)
     if ends_at is None:
         return timeout
     left = ends_at - time.monotonic()
     if left <= 0.0:
-        raise over("the exchange took too long")
+        raise over("the request and its answer did not end before the deadline of the exchange")
     return left if timeout is None else min(timeout, left)
 
 
@@ -308,7 +309,7 @@ def _look_up(host: str, port: int) -> list[str]:
             lookup.start()
     lookup.join(_left(None, httpcore.ConnectTimeout))
     if lookup.is_alive():
-        raise httpcore.ConnectTimeout(f"the name look-up of {host} took too long")
+        raise httpcore.ConnectTimeout(f"the look-up of the host name {host} did not end before the deadline")
     with _lookups_lock:
         if _lookups.get(key) is lookup:
             del _lookups[key]

@@ -36,7 +36,8 @@ _T = TypeVar("_T")
 class Transport:
     """HTTP requests to the daemon at `url`. Threads may share it. `DaemonClient` describes the arguments.
 
-    Methods raise DaemonUnreachable for an exchange without a response, and the error for a status of 400 or more.
+    Methods raise DaemonUnreachable for an exchange without a response. For a response with a status of 400 or more they
+    raise the exception that `answers.error_of` makes of it.
     """
 
     def __init__(self, url: str, token: str | None, timeout: float, ca: Path | None, max_answer_bytes: int) -> None:
@@ -61,7 +62,7 @@ class Transport:
         self._http.close()
 
     def ask(self, kind: type[_T], method: str, path: str, **more: Any) -> _T:
-        """Sends a request, and returns its response as a message of this kind. more: keyword arguments of `send`."""
+        """Sends a request, and returns its response as a message of the type `kind`. more: arguments of `send`."""
         return parse(kind, self.send(method, path, **more))
 
     def send(
@@ -97,11 +98,11 @@ class Transport:
         seconds: float | None = None,
         read_seconds: float | None = None,
     ) -> Iterator[Answer]:
-        """Sends a request and gives the response, whose body can be read in the block; raises the error for a status of
-        400 or more.
+        """Context manager that sends a request and gives the response, whose body can be read in the block. Raises an
+        exception (`answers.error_of`) for a status of 400 or more.
 
-        where: method and path. seconds: limit of each single read and write; None for `timeout`. read_seconds: limit of
-            each read, if different.
+        where: method and path. seconds: time limit of each single read and write; None for the `timeout` of this
+            object. read_seconds: another time limit of each read; None: `seconds`.
         """
         method, _, path = where.partition(" ")
         target = f"{path}?{_query_text(query)}" if query else path
@@ -145,13 +146,14 @@ class Transport:
             content += piece
             if len(content) > self._max_answer_bytes:
                 raise DaemonError(
-                    f"The answer to {where} has more than {self._max_answer_bytes:,} bytes: what answers at "
-                    f"{self.url} is not a Tidegate daemon, or its answer is too large.", 502,
+                    f"The answer to {where} has more than {self._max_answer_bytes:,} bytes, more than is "
+                    f"accepted. Check that a Tidegate daemon answers at {self.url}.", 502,
                 )  # fmt: skip
         return bytes(content)
 
     def _check_proof(self, state: FromState, stream: httpcore.NetworkStream) -> None:
-        """DaemonUnproven unless the server at the other end is the daemon of `state`'s directory."""
+        """Asks the server on a new connection for the proof that it is the daemon of the state directory `state.home`.
+        DaemonUnproven if there is no right proof."""
         with within(self.timeout):
             proven = is_proven(stream, urlsplit(self.url).netloc.rpartition("@")[2], state.key)
         if not proven:
@@ -176,14 +178,17 @@ def check_address(url: str) -> httpx.URL:
 
 
 def _trust(ca: Path | None) -> ssl.SSLContext:
-    """The TLS context: the certificate authorities that are trusted for the daemon."""
+    """The TLS context for connections to the daemon. It trusts the certificates in the PEM file `ca`, else those in
+    TIDEGATE_CA_FILE, else the system's certificate authorities."""
     given = ca or os.environ.get("TIDEGATE_CA_FILE")
     if not given:
         return system_trust()
     try:
         return ssl.create_default_context(cafile=given)
     except OSError as error:  # ssl.SSLError is one
-        raise DaemonError(f"The certificates in {given} cannot be used: {error.strerror or error}.") from error
+        raise DaemonError(
+            f"The certificates in {given} cannot be used: {error.strerror or error}. Give a PEM file that can be read."
+        ) from error
 
 
 def path_of(*parts: str | int) -> str:

@@ -50,7 +50,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Runs the demo, and returns the exit status. Errors of use are raised as TidegateError."""
+    """Runs the demo, and returns the exit status of the process. TidegateError if an option cannot be used."""
     from tidegate.demo.session import Session
 
     return Session(options).run()

@@ -79,8 +79,9 @@ class Session:
         raise KeyboardInterrupt
 
     def _unraisable(self, before: Callable[[Any], object], dropped: sys.UnraisableHookArgs) -> None:
-        """Hook for exceptions that Python cannot raise. It ignores KeyboardInterrupt after a Ctrl-C, which
-        `_check_interrupted` handles, and passes all others to `before`, the previous hook."""
+        """The `sys.unraisablehook` during a run: Python calls it for an exception that it cannot raise, for example in
+        a destructor. A KeyboardInterrupt after a Ctrl-C is ignored, because `_check_interrupted` raises it again later.
+        All other exceptions go to `before`, the previous hook."""
         if not (self._interrupted and isinstance(dropped.exc_value, KeyboardInterrupt)):
             before(dropped)
 

@@ -195,7 +195,8 @@ def _plain(weight: float) -> str:
 
 
 def _ratios(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """The shares of the positive weights, as exact fractions of the decimal numbers: 0.1 is 1/10."""
+    """The share of each path with a positive weight: its weight divided by the sum of the weights. Exact fractions, in
+    which the weight 0.1 counts as 1/10."""
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items() if weight > 0}
     return {name: weight / sum(exact.values()) for name, weight in exact.items()}
 

@@ -36,7 +36,8 @@ Auto = Literal["auto"]
 Off = Literal["off"]
 Stride = float | Auto | Off
 Order = Literal["auto", "pinned", "alternate"]
-"""Values of the knob `order`; `tidegate.plan.tasks.StepOrder` is the order of a single update."""
+"""Values of the knob `order`. `pinned`: each step updates the subgroups in ascending order. `alternate`: every other
+step updates them in descending order. `auto`: the tuner chooses."""
 
 AUTO: Final = "auto"
 EQ1: Final = "eq1"
@@ -110,7 +111,7 @@ class Knobs:
             object.__setattr__(self, name, spec.parse(getattr(self, name)))
 
     def as_dict(self, *, paths: bool = False) -> dict[str, KnobValue]:
-        """The knobs by name. Knobs of storage paths that are `auto` are left out, unless `paths` is True."""
+        """The knobs by name. Unless `paths` is True, the knobs in PATH_KNOBS are left out if their value is `auto`."""
         values: dict[str, KnobValue] = {name: getattr(self, name) for name in SPECS}
         return {n: value for n, value in values.items() if paths or n not in PATH_KNOBS or value != AUTO}
 
@@ -161,5 +162,6 @@ def same(name: str, value: KnobValue, other: KnobValue) -> bool:
 
 
 def device_share(stride: float | Off) -> float:
-    """Share of the non-resident subgroups that the device updates (DOS Algorithm 1: 1/stride)."""
+    """Share of the non-resident subgroups that the device updates: 1/stride (Deep Optimizer States, Algorithm 1), or 0
+    if the stride is `off`."""
     return 0.0 if stride == OFF else 1.0 / float(stride)

@@ -31,9 +31,10 @@ def check_whole(name: str, value: object, minimum: int, *, of: str = "", multipl
 
 
 def check_number(name: str, value: object, *, above: float | None = None, minimum: float = 0.0, of: str = "") -> float:
-    """The value as a float; infinity is accepted.
+    """The value as a float; ConfigError if it is not a number or too small. Infinity is accepted.
 
-    above, minimum: the bound. `above` is not accepted itself, `minimum` is.
+    above: the value must be greater than this number; None: `minimum` is the bound.
+    minimum: the smallest value that is accepted, if `above` is None.
     of: text for the error after name and value, such as " of a path", that names the owner of the setting.
     """
     bound = f"at least {minimum:g}" if above is None else f"more than {above:g}"
@@ -45,21 +46,21 @@ def check_number(name: str, value: object, *, above: float | None = None, minimu
 
 
 def check_flag(name: str, value: object) -> bool:
-    """The value, which must be True or False."""
+    """Returns `value` if it is True or False; ConfigError if not."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not a flag: give True or False.")
     return value
 
 
 def check_text(name: str, value: object, example: str, *, of: str = "") -> str:
-    """The value, which must be a string. `example`: a value for the error, as users write it."""
+    """Returns `value` if it is a string; ConfigError if not. `example`: a valid value for the error message."""
     if not isinstance(value, str):
         raise ConfigError(f"{name}={value!r}{of} is not a string: give one such as {example!r}.")
     return value
 
 
 def check_word(name: str, value: object, words: Sequence[str]) -> str:
-    """The value, which must be one of `words`."""
+    """Returns `value` if it is one of `words`; ConfigError if not."""
     if not isinstance(value, str) or value not in words:
         *others, last = map(repr, words)
         raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(others)} or {last}.")

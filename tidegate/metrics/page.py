@@ -27,7 +27,7 @@ newest `step` that fell into them.
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """The text of docs/metrics.md: a table of all metric families, as Markdown."""
     return "\n".join(
         (
             _HEAD,

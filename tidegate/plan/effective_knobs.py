@@ -85,9 +85,9 @@ def divide(
 ) -> SubgroupCounts:
     """The number of subgroups for each path of `speeds`, according to the split; a path without a weight gets none.
 
-    capacity: most subgroups of each path, without limit where absent; CapacityError when the subgroups do not all fit.
-    minimum: fewest subgroups of each path, as far as its capacity allows; only where speeds decide (`split` None), and
-    only if there are enough subgroups for all paths.
+    capacity: the maximum number of subgroups of each path; a path that it does not name has no limit. CapacityError if
+    not all subgroups fit. minimum: each path gets at least this number of subgroups, if its capacity allows this and
+    there are enough subgroups for all paths; used only if `split` is None.
     """
     if split is None:
         return balanced_split(count, speeds, capacity=capacity, minimum=minimum)

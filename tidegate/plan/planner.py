@@ -43,7 +43,9 @@ def make_plan(
 
     Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States; with paths,
     MLP-Offload); `sequential` has the same ops, one at a time; `twinflow` updates the residents first and then
-    everything else on the CPU, one op at a time (DeepSpeed's TwinFlow). PlanError for arguments that give no plan.
+    everything else on the CPU, one op at a time (DeepSpeed's TwinFlow).
+
+    PlanError if no plan is possible with these arguments.
     """
     paths = dict(host_slots or {})
     _check(subgroups, placements, num_slots, policy)
@@ -64,14 +66,22 @@ def _check(subgroups: Sequence[Subgroup], placements: Sequence[Placement], num_s
         raise PlanError("Subgroup ids must be 0, 1, 2, … in order.", "subgroups")
     staged = [i for i, p in enumerate(placements) if p.is_staged]
     if staged and num_slots < 1:
-        raise PlanError(f"Subgroup {staged[0]} needs a staging slot, num_slots={num_slots}: give at least 1.", "slots")
+        raise PlanError(
+            f"Subgroup {staged[0]} needs a staging slot, but num_slots={num_slots}: give at least 1.", "slots"
+        )
     if staged and policy == "twinflow":
-        raise PlanError(f"twinflow cannot stage subgroup {staged[0]}: use stride='off'.", "policy")
+        raise PlanError(f"The policy twinflow cannot stage subgroup {staged[0]}: use stride='off'.", "policy")
     for i, placement in enumerate(placements):
         if placement.processor == "cpu" and placement.after == "device":
-            raise PlanError(f"Subgroup {i} is updated on the CPU, so its state must end on the host.", "placement")
+            raise PlanError(
+                f"Subgroup {i} is updated on the CPU, so its state cannot go to the device: set after to 'host' or the "
+                "name of a path.",
+                "placement",
+            )
         if placement.spilled and not placement.is_staged:
-            raise PlanError(f"Subgroup {i} is not staged, so its gradient cannot be spilled.", "placement")
+            raise PlanError(
+                f"Subgroup {i} is not staged, so its gradient cannot be spilled: set spilled=False.", "placement"
+            )
 
 
 def _check_paths(placements: Sequence[Placement], host_slots: Mapping[str, int], norms: Norms) -> None:
@@ -84,9 +94,12 @@ def _check_paths(placements: Sequence[Placement], host_slots: Mapping[str, int],
         for residence in (placement.before, placement.after):
             if is_path(residence) and residence not in host_slots:
                 known = ", ".join(host_slots) or "none"
-                raise PlanError(f"Subgroup {i} has its state on {residence!r}; the paths are: {known}.", "paths")
+                raise PlanError(f"Subgroup {i} has its state on {residence!r}, but the paths are: {known}.", "paths")
         if placement.uses_host_slot and placement.processor == "cpu" and placement.mirror_valid:
-            raise PlanError(f"Subgroup {i} is updated in a host slot, so its weight has no mirror.", "placement")
+            raise PlanError(
+                f"Subgroup {i} is updated in a host slot, so its weight has no mirror: set mirror_valid=False.",
+                "placement",
+            )
         if placement.grad_in_slot and not (placement.uses_host_slot and needs_grad_on_host(placement)):
             raise PlanError(f"Subgroup {i} has no gradient in a host slot: set grad_in_slot=False.", "placement")
         if placement.grad_in_slot and norms == "gradient":
@@ -106,5 +119,9 @@ def _gradient_order(placements: Sequence[Placement], given: Sequence[int] | None
     copied = [i for i, p in enumerate(placements) if needs_grad_on_host(p)]
     missing = set(copied) - known
     if missing or len(known) != len(given) or not all(0 <= i < len(placements) for i in given):
-        raise PlanError("grad_on_host_order must name each subgroup updated on the CPU exactly once.", "gradient order")
+        raise PlanError(
+            "grad_on_host_order must name valid subgroups, each once, and every subgroup whose gradient is copied to "
+            "the host.",
+            "gradient order",
+        )
     return (*given, *(i for i in reversed(range(len(placements))) if i not in known))

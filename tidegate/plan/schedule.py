@@ -91,10 +91,10 @@ def _with_slots(order: Iterable[Op], num_slots: int) -> list[Op]:
 
 
 def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[OpKey, tuple[OpKey, ...]]:
-    """The estimated dependencies of each op, in addition to the order of its queue and the wait for a staging slot.
+    """For each op, the ops that it is expected to wait for, besides earlier ops of its queue and a free staging slot.
 
-    They are the dependencies that hold if tasks run one after another, which is the order in which tasks take host
-    slots. They serve to estimate start times only, and never become dependencies of the plan.
+    These are the data hazards that exist if tasks run one after another, in the order in which they take host slots.
+    They are used only to estimate start times, and do not become dependencies of the plan.
     """
     turns = sorted(work.tasks, key=lambda task: task.origin)
     order = [*work.early, *work.squares, work.norm, *_ops(turns)]
@@ -133,8 +133,8 @@ class _Queue:
 
 
 def _queues(work: Work) -> list[_Queue]:
-    """The queues of all lanes. Tasks that wait for different things are in different queues, so that they do not block
-    each other."""
+    """The queues of all lanes, in the order of their preference. Ops whose tasks have different origins or paths are in
+    different queues, so that an op that waits for one path does not block ops that do not need this path."""
     queues: dict[tuple[int, StateOrigin, str, str, bool], _Queue] = {}
 
     def put(op: Op, role: int, origin: StateOrigin, pool: str, fills: bool = False) -> None:
@@ -223,28 +223,29 @@ def _interleaved(
 
 @dataclass(slots=True)
 class _Fillers:
-    """When the CPU runs fillers (updates that need no path), in a step where some subgroups were fetched early.
+    """The rule by which the CPU runs fillers (updates that need no path) after the norm of the step, if some subgroups
+    are fetched before the norm (early) and others of the same paths are fetched after it (late).
 
-    Subgroups that were fetched before the step are updated first: fillers would delay the first flushes, and no host
-    slot would become free for the next fetches. After that the CPU alternates: a few fillers after each update of a
-    subgroup that was fetched in the step. Many fillers in a row would let the flushes wait for the next update.
+    Early subgroups are updated first: fillers would delay the first flushes, and no host slot would become free for the
+    next fetches. After that the CPU alternates: it updates a late subgroup, and then runs a few fillers. With many
+    fillers in a row, the lanes that write to the paths would have no work.
     """
 
     until: float = 0.0
-    """Estimated time in seconds from which fillers may start whenever the CPU is free; before it, only a few after each
-    update of a fetched subgroup. If they start at this time, the CPU is expected to end its work together with the
-    paths."""
+    """Estimated time in seconds from which fillers may start whenever the CPU is free. Before this time, only
+    `each_turn` fillers may start after each update of a late subgroup. The CPU is then expected to end its work at the
+    same time as the paths."""
     each_turn: int = 0
-    """Number of fillers after each update of a subgroup that was fetched in the step."""
+    """Number of fillers that may start after the update of a late subgroup (fetched after the norm of the step)."""
     early: frozenset[int] = frozenset()
-    """Subgroups that were fetched before the step."""
+    """Ids of the early subgroups: their fetch is expected to end before the norm of the step is computed."""
     left: int = 0
-    """Number of fillers that may still start before the next update of a subgroup that was fetched in the step."""
+    """Number of fillers that may still start before the next update of a late subgroup."""
 
     @classmethod
     def after_norm(cls, work: Work, clock: OpTimes, done: Mapping[OpKey, float]) -> _Fillers:
-        """The fillers' rule for the part of the step after NORM. `done`: estimated end times of the ops that are
-        already scheduled."""
+        """The rule for fillers in the part of the step after the op NORM; without limits if no subgroup is late.
+        `done`: estimated end times of the ops that are already scheduled."""
         step = done[NORM_KEY]
         fetches = [op for op in _ops(work.tasks) if op.kind is OpKind.FETCH]
         early = frozenset(op.subgroup for op in fetches if done.get(_key(op), math.inf) <= step)

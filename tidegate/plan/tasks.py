@@ -15,17 +15,17 @@ StepOrder = Literal["ascending", "descending"]
 
 
 class StateOrigin(IntEnum):
-    """Where the state of a task comes from, and whether it needs a host slot. Of the tasks that are ready, those with a
-    lower number go first: they free a slot."""
+    """Where the state of a task comes from, and whether the task needs a host slot. Of ready ops with equal priority,
+    those of the task with the lower number run first, so that host slots become free early."""
 
     PATH = 0
-    """From a path, through a host slot."""
+    """The state comes from a path, through a host slot."""
     PATH_TO_HOST = 1
-    """From a path, to stay in host memory: no slot."""
+    """The state comes from a path and stays in host memory; the task needs no host slot."""
     DEVICE = 2
-    """From the device to a path, through a host slot."""
+    """The state goes from the device to a path, through a host slot."""
     HOST = 3
-    """Everything else: the task waits for no path."""
+    """All other tasks: the state is on the host or the device, and the task waits for no path and no host slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,11 @@ def _in_order(ids: Sequence[int], order: StepOrder) -> Sequence[int]:
 
 
 def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], order: StepOrder) -> dict[int, int]:
-    """The host slot of each subgroup that uses one.
+    """The number of the host slot of each subgroup that uses one, by subgroup id.
 
-    Each path has slots of its own, numbered path by path, so that a slow path never delays another path. Subgroups use
-    the slots in turns; subgroups that come from the path are first, because their fetches need not wait for the step.
+    Each path has slots of its own, so that a slow path never delays another path; their numbers follow those of the
+    path before it. Subgroups use the slots in turns. Subgroups whose state comes from the path are first, because their
+    fetches need not wait for the call of `step()`. host_slots: number of slots of each path.
     """
     slots: dict[int, int] = {}
     first = 0
@@ -156,15 +157,16 @@ def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None)
 
 
 def _to_mirror(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
-    """Copy of the weight to host memory for an update on the CPU: to a buffer of its own there (the mirror), or to the
-    host slot that the subgroup uses; empty if not needed."""
+    """Yields the op that copies the weight to host memory for an update on the CPU: to the mirror of the subgroup, or
+    to its host slot if it uses one. Yields nothing if no copy is needed."""
     wanted = placement.processor == "cpu" and not placement.mirror_valid
     if wanted and placement.uses_host_slot == (host_slot is not None):
         yield _op(OpKind.WEIGHT_D2H, subgroup, host_slot=host_slot)
 
 
 def _to_host_memory(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
-    """Copy of state from the device to the host before its update on the CPU; empty if not needed."""
+    """Yields the op that copies the state from the device to the host before an update on the CPU; nothing if no copy
+    is needed."""
     wanted = placement.processor == "cpu" and placement.before == "device"
     if wanted and placement.uses_host_slot == (host_slot is not None):
         yield _op(OpKind.STATE_D2H, subgroup, host_slot=host_slot)

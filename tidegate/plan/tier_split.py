@@ -16,7 +16,7 @@ from typing import Final
 from tidegate.errors import CapacityError, ConfigError
 
 SubgroupCounts = dict[str, int]
-"""Subgroups by path."""
+"""The number of subgroups of each path, by name of the path."""
 
 MINIMUM_GAIN: Final = 0.05
 """Smallest gain for which subgroups move to another path, as a share of the makespan."""
@@ -61,10 +61,12 @@ def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds],
 def eq1_split(
     count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None
 ) -> SubgroupCounts:
-    """MLP Eq. 1: the share of a path is B_i / ΣB, with B_i the smaller of its read and write bandwidth.
+    """Divides `count` subgroups by Eq. 1 of MLP-Offload: the share of a path is B_i / ΣB, with B_i the smaller of its
+    read and write bandwidth.
 
-    Rounded to whole subgroups by largest remainder. capacity: most subgroups of each path, without limit where absent;
-    the excess goes to the other paths by the same rule. CapacityError when the subgroups do not all fit.
+    Rounded to whole subgroups by largest remainder. capacity: the maximum number of subgroups of each path; a path that
+    it does not name has no limit. The other paths take the excess, by the same rule. CapacityError if not all subgroups
+    fit.
     """
     bandwidths = {
         name: Fraction(min(rate.read_bytes_per_second, rate.write_bytes_per_second)) for name, rate in rates.items()
@@ -75,10 +77,12 @@ def eq1_split(
 def user_split(
     count: int, weights: Mapping[str, float], *, capacity: Mapping[str, int] | None = None
 ) -> SubgroupCounts:
-    """Shares in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. Weight 0: no subgroup.
+    """Divides `count` subgroups in proportion to `weights`, such as {"nvme": 2, "pfs": 1}, by largest remainder. A path
+    of weight 0 gets none.
 
-    capacity: most subgroups of each path, without limit where absent; the other paths take the excess. ConfigError when
-    a weight is below 0 or not finite, or no weight is above 0. CapacityError when the subgroups do not all fit.
+    capacity: the maximum number of subgroups of each path; a path that it does not name has no limit. The other paths
+    take the excess. ConfigError if a weight is below 0 or not finite, or no weight is above 0. CapacityError if not all
+    subgroups fit.
     """
     shown = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
     if not all(0 <= weight < float("inf") for weight in weights.values()) or not any(weights.values()):
@@ -92,13 +96,14 @@ def user_split(
 def balanced_split(
     count: int, rates: Mapping[str, PathSpeeds], *, capacity: Mapping[str, int] | None = None, minimum: int = 0
 ) -> SubgroupCounts:
-    """The split with the shortest makespan, in whole subgroups.
+    """Divides `count` subgroups so that the makespan (the time until the last path is done) is as short as possible.
 
-    Takes into account read speed, write speed, and whether reads and writes slow each other down; Eq. 1 uses only the
-    slower direction. The greedy algorithm is optimal: each subgroup goes to the path where it would be done first, and
-    as the time of a path only grows with its subgroups, no exchange gives a shorter makespan. capacity: most subgroups
-    of each path, without limit where absent; CapacityError when the subgroups do not all fit. minimum: fewest subgroups
-    of each path, as far as its capacity allows; ignored when there are not enough for all paths.
+    Takes into account read speed, write speed, and whether reads and writes slow each other down; Eq. 1 of MLP-Offload
+    uses only the slower direction. The greedy algorithm is optimal: each subgroup goes to the path where it would be
+    done first, and as the time of a path only grows with its subgroups, no exchange gives a shorter makespan. capacity:
+    the maximum number of subgroups of each path; a path that it does not name has no limit. CapacityError if not all
+    subgroups fit. minimum: each path gets at least this number of subgroups, if its capacity allows this; ignored if
+    there are not enough subgroups for all paths.
     """
     rooms = {name: _room(name, count, capacity or {}) for name in rates}
     _require_room(count, rooms)
@@ -155,7 +160,8 @@ def assign_paths(
     """
     if sum(counts.values()) != len(ids):
         raise ConfigError(
-            f"The counts of the paths add up to {sum(counts.values())} subgroups, but there are {len(ids)} subgroups."
+            f"The counts of the paths add up to {sum(counts.values())} subgroups, but there are {len(ids)} subgroups: "
+            "give counts with this sum."
         )
     now = {i: path for i in ids if (path := (current or {}).get(i)) in counts}
     held = Counter(now.values())
@@ -167,9 +173,10 @@ def assign_paths(
     assigned: dict[int, str] = {}
 
     def urgency(path: str, place: int) -> tuple[bool, int, int]:
-        """Sort key, lowest first: paths with fewer subgroups than their share of the first `place` ids come first; then
-        the path whose next subgroup must come earliest to keep its share (earliest deadline first, as in pfair
-        scheduling)."""
+        """Sort key of a path for the subgroup at `place` in `ids` (counted from 1); the path with the lowest key gets
+        the subgroup. Paths that have fewer subgroups than their share of the first `place` ids come first. Among
+        equals, the path that must get its next subgroup earliest to keep its share (earliest deadline first, as in
+        pfair scheduling)."""
         early = given[path] * len(ids) >= place * counts[path]
         return early, -(-(given[path] + 1) * len(ids) // counts[path]), order[path]
 
@@ -191,7 +198,8 @@ def assign_paths(
 
 
 def _proportional(count: int, weights: Mapping[str, Fraction], capacity: Mapping[str, int]) -> SubgroupCounts:
-    """A split by largest remainder; paths that would overflow are filled, and the rest is divided among the others."""
+    """Divides `count` subgroups in proportion to `weights`, by largest remainder. Paths whose share is larger than
+    their capacity are filled, and the other subgroups are divided among the other paths."""
     open_weights = {name: weight for name, weight in weights.items() if weight > 0}
     rooms = {name: _room(name, count, capacity) if name in open_weights else 0 for name in weights}
     _require_room(count, rooms)

@@ -179,8 +179,8 @@ class _HappensBefore:
 
 
 def _happens_before(plan: Plan) -> _HappensBefore:
-    """The relation for `plan`. All lanes end their ops in order. Lanes that may run ahead also begin them in order; the
-    other lanes begin an op only after the previous op has ended."""
+    """The happens-before relation of the ops of `plan`. All lanes end their ops in order. Path lanes, which may run
+    ahead, also begin them in order; the other lanes begin an op only after the previous op has ended."""
     number = {name: i for i, name in enumerate(plan.lane_names)}
     lane = tuple(number[op.lane] for op in plan.ops)
     rank: list[int] = []

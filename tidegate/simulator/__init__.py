@@ -1,1 +1,2 @@
-"""The simulator: runs plans in virtual time, and predicts steps, bounds and the steady state of other knobs."""
+"""The simulator: runs plans in virtual time. For given knobs it predicts the time of a step, its lower bound, and the
+steady state that repeated steps reach."""

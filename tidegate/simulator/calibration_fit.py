@@ -30,9 +30,9 @@ LANE_RATES: Final = {
 lane, has a rate of its own (NORM_RATE)."""
 NORM_RATE: Final = RATE_NAME_OF[OpKind.NORM]
 MAX_FACTOR: Final = 2.0
-"""Largest accepted ratio of an op's time in steps to its time alone; larger ratios are clipped. Ratios below 1 are
-clipped to 1: no lane is faster beside others, and a copy is never faster than the speed it is limited to. Storage paths
-are an exception: they have bursts, and pauses within a step."""
+"""Largest accepted ratio of the time of ops within steps to their time alone, for each lane; a larger ratio is replaced
+by this one. A ratio below 1 is replaced by 1, because no lane is faster while other lanes work. Storage paths are an
+exception, because they have bursts, and pauses within a step: their smallest ratio is 1/MAX_FACTOR."""
 ITERATIONS: Final = 2
 """Number of iterations of the fit for a path: reads and writes slow each other down, so their rates depend on each
 other."""
@@ -58,7 +58,8 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class _OpTotals:
-    """The ops of one rate in one step: their number, and their seconds as simulated and as measured."""
+    """Totals of the ops in one step whose speed one rate of the rate card gives: the number of these ops, their
+    simulated seconds (`expected`), and their measured seconds."""
 
     ops: int
     expected: float
@@ -69,8 +70,8 @@ def fitted_card(card: RateCard, steps: Sequence[MeasuredStep]) -> RateCard:
     """The rate card with which simulated ops and steps take as long as in the measured `steps`.
 
     The plans of the steps must have subgroups of at least two sizes. Fitted for each lane: a fixed cost per op, and a
-    factor for its rate. `step_seconds` is the remaining time. From steps with storage paths, only the lanes of the
-    paths are fitted.
+    factor for its rate. `step_seconds` of the card is the part of `step()` that the simulated ops do not explain. From
+    steps with storage paths, only the lanes of the paths are fitted.
     """
     memory = [step for step in steps if not step.plan.paths]
     bare = replace(card, step_seconds=0.0)
@@ -141,7 +142,7 @@ def _update_seconds(step: MeasuredStep, card: RateCard) -> float:
 
 
 def _op_totals(step: MeasuredStep, card: RateCard) -> dict[str, _OpTotals]:
-    """The totals of each rate in `step`, by name of the rate."""
+    """The totals of the ops in `step`, by name of the rate that gives their speed. card: used to simulate the step."""
     expected = _sums(simulate(step.plan, card, step_at=step.backward_seconds).spans)
     return {
         name: _OpTotals(count, expected[name][1], seconds)
@@ -151,7 +152,7 @@ def _op_totals(step: MeasuredStep, card: RateCard) -> dict[str, _OpTotals]:
 
 
 def _sums(spans: Iterable[Span]) -> dict[str, tuple[int, float]]:
-    """The number of ops and their seconds, by name of the rate."""
+    """The number of ops in `spans`, and the sum of their seconds, by name of the rate that gives their speed."""
     sums: dict[str, tuple[int, float]] = {}
     for span in spans:
         name = rate_name(span)

@@ -2,7 +2,8 @@
 
 Shares follow dominant resource fairness (Ghodsi et al., "Dominant Resource Fairness", NSDI '11): the share that an op
 gets of its dominant resource (the resource of which it needs most) grows equally for all ops, until a resource is full
-or the op runs at the speed that it has alone. So the result is the same if the node and its ranks are both halved.
+or the op runs at the speed that it has alone. So half of a node with half of its ranks gives the same result as the
+whole node.
 """
 
 from __future__ import annotations

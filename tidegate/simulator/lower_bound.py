@@ -29,7 +29,8 @@ class LowerBound(NamedTuple):
 
 
 def lower_bound(step: SteadyStep, rates: RateCard) -> LowerBound:
-    """The time of the norm, plus the work of the busiest resource. Ops that can run before `step()` are left out.
+    """The lower bound of the update's time in this step: the time of the gradient norm, plus the work of the busiest
+    lane or path. Ops that can run before `step()` are not counted.
 
     ConfigError when a rate is not known.
     """
@@ -55,10 +56,11 @@ def lower_bound(step: SteadyStep, rates: RateCard) -> LowerBound:
 
 
 def _kinds(step: SteadyStep) -> tuple[SteadyStep, Sequence[int]]:
-    """A step with one subgroup of each kind, and the number of subgroups of each kind.
+    """Groups equal subgroups, so that each kind is computed only once. Returns a step with one subgroup of each kind,
+    and the number of subgroups of each kind.
 
-    Kind: size and placement. With paths every subgroup is kept, because the waits for host slots depend on the order of
-    the subgroups.
+    Subgroups of one kind have the same sizes and the same placement. With storage paths no subgroups are grouped,
+    because the waits for host slots depend on the order of the subgroups.
     """
     if step.rank.host_slots:
         return step, [1] * len(step.placements)
@@ -69,9 +71,10 @@ def _kinds(step: SteadyStep) -> tuple[SteadyStep, Sequence[int]]:
 
 
 def both_seconds(seconds: float, other_seconds: float, lane: str, other: str, keeps: InterferenceFactors) -> float:
-    """The shortest time for the work of two lanes that slow each other down.
+    """The shortest time in seconds for the work of two lanes that slow each other down.
 
-    seconds, other_seconds: time that `lane` and `other` need for their work alone.
+    seconds, other_seconds: time that `lane` and `other` need for their work alone. keeps: interference factors;
+    `keeps[lane][other]` is the speed of `lane` while `other` works, divided by its speed alone.
     """
     factor, other_factor = _factor(keeps, lane, other), _factor(keeps, other, lane)
     if factor + other_factor <= 1:
@@ -87,11 +90,11 @@ def _factor(keeps: InterferenceFactors, lane: str, other: str) -> float:
 
 
 def _after_norm(work: Work) -> list[Op]:
-    """The ops that cannot be done before the norm is known: updates, the ops after them, and ops that wait for a host
-    slot which an earlier subgroup uses.
+    """The ops that cannot run before the norm is known: updates, the ops after them, and ops that wait for a host slot
+    because an earlier subgroup uses it.
 
-    If the earlier subgroup is updated on the device, it uses only the state buffer of the slot: then copies of a weight
-    or a gradient into the slot's other buffers need not wait.
+    If the earlier subgroup is updated on the device, it uses only the state buffer of the slot. Then ops that copy a
+    weight or a gradient into the other buffers of the slot do not wait, and are not returned.
     """
     used: set[tuple[int, Content]] = set()
     late: list[Op] = []

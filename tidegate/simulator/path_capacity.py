@@ -13,10 +13,11 @@ from tidegate.speeds.rate_card import RateCard
 
 
 def capacity_shortfall(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> str:
-    """A sentence about the paths that would get more subgroups than they can hold, and which paths take the rest.
+    """A sentence that names the paths that would get more subgroups than they can hold, and the paths that take the
+    excess; empty when everything fits.
 
-    Empty when everything fits. Where speeds decide the split, no path gets more than it can hold. ConfigError when the
-    speed of a path is not known.
+    If all paths together lack capacity, the sentence says so. Otherwise, where speeds decide the split, it is empty:
+    then no path gets more than it can hold. ConfigError when the speed of a path is not known.
     """
     if not rank.host_slots:
         return ""

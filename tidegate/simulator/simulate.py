@@ -59,9 +59,10 @@ def _times_without_interference(
 ) -> tuple[Times, Times]:
     """Start and end times of all ops if lanes do not slow each other down.
 
-    The start of an op then follows from the ends of the ops for which it waits, without an event loop. One pass over
-    the ops is enough if they are in an order in which they could run one at a time, as in plans of the planner.
-    Otherwise, an op that waits for an op later in the list is handled in the next pass over the list.
+    Without interference, an op starts when the last of the ops for which it waits has ended, so no event loop is
+    needed. In plans of the planner each op comes after the ops for which it waits, and one pass over the list is
+    enough. In other lists, an op that waits for a later op is computed in the next pass. PlanError when the plan
+    deadlocks.
     """
     starts: Times = {}
     ends: Times = {}

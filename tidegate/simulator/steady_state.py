@@ -29,7 +29,7 @@ from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.rate_card import RateCard
 
 MAX_SIMULATED_SUBGROUPS: Final = 400
-"""Most subgroups of a simulation without storage paths; of more, a sample is simulated (`sampled`)."""
+"""Largest number of subgroups in a simulation without storage paths. If a rank has more, `sampled` chooses a sample."""
 MAX_SIMULATED_TIERED: Final = 96
 """Most subgroups of a simulation with storage paths. It takes longer: a subgroup has about twice as many ops, and lanes
 slow each other down."""
@@ -62,7 +62,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         if not self.subgroups:
-            raise ConfigError("There are no subgroups to predict an update for.")
+            raise ConfigError("A rank without subgroups has no update to predict: give at least one subgroup.")
 
     @property
     def norms(self) -> Norms:
@@ -71,7 +71,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class SteadyStep:
-    """A step of the steady state. If the order of updates alternates, two such steps repeat in turn, otherwise one."""
+    """One step of a rank in the steady state: the placements of its subgroups, and the order of their updates.
+
+    If the order alternates, two such steps take turns; otherwise one step repeats.
+    """
 
     rank: Rank
     placements: tuple[Placement, ...]
@@ -228,7 +231,10 @@ def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpe
     for path in paths:
         known = rates.paths.get(path)
         if known is None or known.read_bytes_per_second is None or known.write_bytes_per_second is None:
-            raise ConfigError(f"The rate card lacks the speed of path {path}: it was not measured yet.")
+            raise ConfigError(
+                f"The rate card lacks the speed of path {path}: it was not measured yet. Run `tidegate calibrate`, or "
+                "wait until a step has used the path."
+            )
         read, write = path_lanes(path)
         speeds[path] = PathSpeeds(
             read_bytes_per_second=known.read_bytes_per_second,

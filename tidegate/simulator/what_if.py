@@ -21,7 +21,8 @@ from tidegate.timeline.timeline import DISPATCH
 class Prediction:
     """The predicted time and resource use of an update. Seconds are from the call of `step()` until it returns.
 
-    Where orders alternate, times and bytes are the mean of both steps, and memory is the larger of both.
+    If the order of updates alternates, two different steps take turns. Then times and bytes are the mean of the two
+    steps, and memory is that of the step that needs more.
     """
 
     update_seconds: float
@@ -31,10 +32,10 @@ class Prediction:
     """Bytes of one step by lane (`h2d`, `d2h` with gradients, `<path>:read`, `<path>:write`)."""
     updated_params: dict[Processor, int]
     device_bytes: int
-    """Device memory for residents and staging slots."""
+    """Device memory in bytes for residents and staging slots."""
     host_bytes: dict[str, int]
-    """Host memory by kind: `state` (the host cache, with paths), `mirror` (copies of weights, for updates on the CPU),
-    `gradient`, and `slot` (buffers for subgroups on their way from or to a path)."""
+    """Host memory in bytes, by kind: `state` (with paths, the host cache), `mirror` (copies of weights, for updates on
+    the CPU), `gradient`, and `slot` (buffers for subgroups on their way from or to a path)."""
     lower_bound: LowerBound
     """Lower bound of the update's time under these knobs, and the resource that sets it."""
 
@@ -82,7 +83,8 @@ def what_if(
 def predicted_seconds(
     rank: Rank, effective: EffectiveKnobs, rates: RateCard, *, backward_seconds: float | None = None
 ) -> float:
-    """Only the `update_seconds` of `what_if`, computed faster, because a training thread waits for the result."""
+    """Predicts the update's time in seconds: equal to `update_seconds` of `what_if`, but computed faster, because a
+    training thread waits for the result."""
     few, smaller, scale = sampled(rank, effective)
     plans = _plans(steady_steps(few, smaller, rates), rates, _shortened(backward_seconds, scale))
     fixed = rates.step_seconds or 0.0
@@ -91,8 +93,8 @@ def predicted_seconds(
 
 
 def _shortened(backward_seconds: float | None, scale: float) -> float | None:
-    """The backward divided by the scale factor of a sample, so that the sample overlaps the same share of its
-    copies."""
+    """The length of the backward for a sample of the subgroups, in seconds: `backward_seconds` divided by the scale
+    factor of the sample, so that the same share of copies overlaps the backward. None stays None."""
     return None if backward_seconds is None else backward_seconds / scale
 
 
@@ -105,7 +107,7 @@ def _plans(steps: list[SteadyStep], rates: RateCard, backward_seconds: float | N
 
 
 def _early_seconds(plan: Plan, rates: RateCard) -> float:
-    """A length of the backward, in seconds, that is enough for all ops that may run before `step()`."""
+    """A length of the backward in seconds in which all ops that may run before `step()` have time to end."""
     d2h = sum(rates.seconds(op) for op in plan.of_kind(OpKind.GRAD_D2H))
     h2d = sum(rates.seconds(op) for op in list(plan.of_kind(OpKind.STATE_H2D))[: plan.num_slots])
     if not plan.paths:

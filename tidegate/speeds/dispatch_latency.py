@@ -28,9 +28,10 @@ class StepTrace:
 def dispatch_latencies(steps: Iterable[StepTrace]) -> dict[str, float]:
     """The median dispatch latency of each lane over all ops of these steps, in seconds.
 
-    Two kinds of ops are left out, because their latency is not known: ops that could start before `step()`, and ops on
-    the lanes of paths, which may run ahead. The median is used because the operating system sometimes gives the core to
-    another thread for a long time; such outliers mostly delay no other op.
+    Two kinds of ops are left out, because their latency cannot be measured: ops that could start before `step()`, and
+    ops on the lanes of paths, which may start before the previous op of their lane has ended. The median is used
+    because the operating system sometimes gives the core to another thread for a long time; such outliers mostly delay
+    no other op.
     """
     return median_by_lane([step_latencies(step) for step in steps])
 

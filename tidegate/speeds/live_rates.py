@@ -15,9 +15,11 @@ from tidegate.speeds.rate_card import MeasuredWork, RateCard
 WINDOW_STEPS: Final = 16
 """Window of the median, in steps: up to a third of them may be outliers."""
 DRIFT: Final = 0.25
-"""Relative deviation from the median above which a lasting deviation is a change, not noise."""
+"""Smallest relative deviation from the median that counts as a change of speed (a drift) if it lasts; smaller
+deviations are noise."""
 PERSISTENT_STEPS: Final = 4
-"""Number of consecutive steps that must all deviate in the same direction; then earlier steps are discarded."""
+"""Number of newest steps that must all deviate from the median in the same direction to count as a lasting change. Then
+the rate is computed from these steps only, and earlier steps are discarded."""
 TYPICAL_STEPS: Final = 8
 """Fewest earlier steps (before the last PERSISTENT_STEPS) from which the typical value, their median, is computed.
 With fewer steps and noise of ±20 %, a drift would be reported where there is none."""
@@ -38,11 +40,12 @@ def drifted(values: Sequence[float]) -> bool:
 
 
 class LiveRates:
-    """Estimates rates from measured steps. Call `observe` after each step; `card` is the rate card for predictions.
+    """Estimates present rates from the last measured steps. Call `observe` after each step; `card` is the rate card for
+    predictions.
 
-    Highest speeds ever reached (ceilings) are kept elsewhere and never decrease.
+    The highest speeds ever reached (ceilings), which never decrease, are not part of this class.
 
-    known: initial rates; each of them counts until a step has measured that rate.
+    known: initial rates; each of them is used until a step has measured that rate.
     """
 
     def __init__(self, known: RateCard | None = None) -> None:
@@ -97,7 +100,8 @@ class LiveRates:
 
 
 def _median_steps(steps: Mapping[str, Sequence[tuple[int, float]]]) -> list[MeasuredWork]:
-    """For each rate the step with the median speed; of an even number of steps, the two steps in the middle."""
+    """For each rate, the work of the step with the median speed. If the number of steps is even, there are two such
+    steps: the second is in the second element of the list."""
     middle: list[MeasuredWork] = [{}, {}]
     for name, found in steps.items():
         ordered = sorted(found, key=lambda step: step[1] / step[0])

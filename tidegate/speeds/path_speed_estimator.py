@@ -42,9 +42,10 @@ class PathStepTotals:
         return self.busy_seconds >= SATURATED_SHARE * self.step_seconds
 
     def seconds_per_byte(self, duplex: bool) -> float:
-        """Busy seconds for each byte that was read once and written once, as in `PathSpeeds.seconds_per_byte`.
+        """Busy seconds for each byte that was read once and written once; comparable with
+        `PathSpeeds.seconds_per_byte`.
 
-        If the amounts read and written differ, the larger one counts for duplex paths, else their mean.
+        If the numbers of bytes read and written differ, the larger number counts for a duplex path, else their mean.
         """
         amounts = self.read_bytes, self.write_bytes
         return self.busy_seconds / (max(amounts) if duplex else sum(amounts) / 2)
@@ -52,11 +53,13 @@ class PathStepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class PathTraffic:
-    """The bytes and busy seconds of one path in one step. Busy: an op was running.
+    """The bytes and busy seconds of one path in one step. Busy seconds are those in which an op of the path was
+    running.
 
-    `whole` describes the whole step; None if that is not known. All other fields describe only the part of the step
-    from which the speed of each direction is measured. shared_read_seconds: the part of `read_seconds` in which writes
-    were running, too; shared_write_seconds: the part of `write_seconds` in which reads were running, too.
+    `whole` has the figures of the whole step; None if they are not known. All other fields belong to only a part of the
+    step: the part from which the speeds of reads and of writes are measured. shared_read_seconds: the part of
+    `read_seconds` in which writes were running, too; shared_write_seconds: the part of `write_seconds` in which reads
+    were running, too.
     """
 
     read_bytes: int = 0
@@ -69,12 +72,13 @@ class PathTraffic:
 
 
 class _PathEstimate:
-    """The estimated speed of one path: seconds for a byte that is read once and written once, and the shares of reads
-    and writes in it.
+    """Estimates the speed of one path from measured steps: the seconds for a byte that is read once and written once,
+    and the shares of reading and of writing in these seconds.
 
-    Only a path that is always busy shows its speed. A throttled path with pauses between its ops serves each op at once
-    and looks faster. So the step gives a range: the true cost is between the sum of both directions' measured times and
-    the busy time of the whole step.
+    Only a path that is always busy shows its true speed: a throttled path with pauses between its ops serves each op at
+    once and looks faster. So if the path was not always busy, a step gives only a range for the seconds per byte. Its
+    ends are computed from the times of each direction (on a duplex path their maximum, else their sum), and from the
+    busy time of the whole step.
     """
 
     def __init__(self, speeds: PathSpeeds) -> None:
@@ -105,8 +109,9 @@ class _PathEstimate:
 
     @property
     def speeds(self) -> PathSpeeds:
-        """The estimated speeds of both directions, consistent with the estimate for both together: on a duplex path the
-        slower direction takes as long as both together; on any other path the times of both add up to it."""
+        """The estimated speeds of both directions. They agree with the estimated time for a byte that is read once and
+        written once: on a duplex path the slower direction needs this whole time; on any other path the times of both
+        directions add up to it."""
         read, write, both = self._read.seconds_per_byte, self._write.seconds_per_byte, self._both.seconds_per_byte
         if self._duplex:
             read, write = (both, min(write, both)) if read >= write else (min(read, both), both)
@@ -116,8 +121,8 @@ class _PathEstimate:
 
 
 def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float:
-    """Updates the estimate of one direction, and returns the measured seconds per byte; the estimate if no bytes
-    moved."""
+    """Updates the estimate `known` of one direction with `nbytes` moved in `seconds`, and returns the measured seconds
+    per byte. If no bytes moved, returns the old estimate."""
     if nbytes <= 0 or seconds <= 0:
         return known.seconds_per_byte
     known.observe(seconds / nbytes, seconds / nbytes)

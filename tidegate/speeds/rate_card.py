@@ -24,13 +24,15 @@ LINK_RATE_OF: Final[dict[str, str]] = {H2D: "h2d_bytes_per_second", D2H: "d2h_by
 RATE_NAME_OF: Final[dict[OpKind, str]] = {
     kind: LINK_RATE_OF.get(lane) or RATE_OF[kind] for kind, lane in LANE_OF.items()
 }
-"""The name of the rate of each kind of op. FETCH and FLUSH have a rate for each path, named like its lanes."""
+"""The name of the rate of each kind of op. FETCH and FLUSH are absent: each path has a rate for each of them, with the
+name of the path's lane."""
 
 HALF_DUPLEX_FACTOR: Final = 0.5
 """Interference factor of each direction of a half-duplex device while both work."""
 
 MeasuredWork = dict[str, tuple[int, float]]
-"""Amounts of one step, by name of the rate: bytes or parameters, and the seconds in which their ops were running."""
+"""The work of one step, by name of the rate: the amount (bytes or parameters), and the seconds in which ops with this
+rate were running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,8 @@ class RateCard:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the rates that are not known. Fixed costs of steps and ops count as 0 where they are not known."""
+        """Names of the rates that are not known. Fixed costs of steps and ops are not in it: they count as 0 if they
+        are not known."""
         scalars = [name for name in _SCALARS if name not in _MAY_BE_0 and getattr(self, name) is None]
         return (*scalars, *(lane for lane, rate in _by_lane(self.paths).items() if rate is None))
 
@@ -100,17 +103,20 @@ class RateCard:
         name = rate_name(op)
         rate: float | None = getattr(self, name) if op.kind in RATE_NAME_OF else _by_lane(self.paths).get(name)
         if rate is None:
-            raise ConfigError(f"The rate card lacks {name}, which {op.name} needs: it was not measured yet.")
+            raise ConfigError(
+                f"The rate card lacks the rate {name}, which {op.name} needs: it was not measured yet. Run "
+                "`tidegate calibrate`, or wait until a step has measured it."
+            )
         fixed = (self.overhead_seconds or 0.0) + self.op_seconds.get(op.lane, 0.0)
         return fixed + (op.numel if op.kind in RATE_OF else op.nbytes) / rate
 
     @classmethod
     def from_measured_work(cls, steps: Collection[MeasuredWork], previous: RateCard | None = None) -> RateCard:
-        """A rate card from the work of measured steps (`measured_work`): bytes or parameters divided by busy seconds.
-        Rates without a measurement are taken from `previous`.
+        """Makes a rate card from the work of measured steps (`measured_work`): a rate is bytes or parameters divided by
+        busy seconds. Rates without a measurement are taken from `previous`.
 
-        Busy seconds include fixed costs of ops and the interference between lanes. So if any rate is measured here, the
-        card has no overhead, no `op_seconds` and no `keeps`.
+        Busy seconds include the fixed costs of ops and the interference between lanes. So if at least one rate is
+        measured, the new card has no overhead, no `op_seconds` and no `keeps`.
         """
         rates: dict[str, float] = {}
         for name in dict.fromkeys(name for step in steps for name in step):
@@ -127,7 +133,8 @@ class RateCard:
         return getattr(self, name) if name in _SCALARS else _by_lane(self.paths).get(name)
 
     def with_rates(self, rates: Mapping[str, float]) -> RateCard:
-        """This rate card with these rates, given by name (`rate_name`)."""
+        """A copy of this rate card in which `rates` (speeds by name, see `rate_name`) replace the speeds of the same
+        names."""
         scalars: dict[str, Any] = {name: rate for name, rate in rates.items() if name in _SCALARS}
         paths = dict(self.paths)
         for lane in [name for name in rates if name not in _SCALARS]:
@@ -136,8 +143,9 @@ class RateCard:
         return replace(self, **scalars, paths=paths)
 
     def with_paths(self, speeds: Mapping[str, PathSpeeds]) -> RateCard:
-        """This rate card with these speeds of paths. A path that is not duplex gives each direction half its speed
-        while both work. Measured `op_seconds` of these paths are dropped, because they belong to other speeds."""
+        """A copy of this rate card in which `speeds` (by name of the path) replace the speeds of these paths. If a path
+        is not duplex, its reads and its writes each have half their speed while both work. Measured `op_seconds` of
+        these paths are dropped, because they belong to the replaced speeds."""
         keeps = {lane: dict(others) for lane, others in self.keeps.items()}
         for path, known in speeds.items():
             read, write = path_lanes(path)

@@ -21,9 +21,8 @@ class Calibration:
     """The rate card of one machine, with the conditions of its measurement. Lanes without hardware have no rate.
 
     hardware: description of the measured hardware, as texts by name; it differs for another machine or other paths.
-    cpu_threads: parameters per second of the update on the CPU, by number of threads. card_threads: the number of
-    threads whose rate is in the rate card; everything else was measured with that number, too.
-    measured_at: seconds since the epoch.
+    cpu_threads: speed of the update on the CPU in parameters per second, by number of threads. card_threads: number of
+    CPU threads with which the rate card was measured. measured_at: seconds since the epoch.
     """
 
     card: RateCard
@@ -92,4 +91,7 @@ def save_calibration(file: Path, calibration: Calibration) -> None:
         temporary.write_text(json.dumps(calibration.to_dict(), indent=1) + "\n")
         temporary.replace(file)
     except OSError as error:
-        raise ConfigError(f"The calibration cannot be saved to {file}: {error.strerror}.") from error
+        raise ConfigError(
+            f"The calibration cannot be saved to {file}: {error.strerror}. Its folder must be writable, with "
+            "free space."
+        ) from error

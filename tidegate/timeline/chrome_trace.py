@@ -1,7 +1,7 @@
 """Export of timelines as a Chrome trace: a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-Format: "Trace Event Format", Google, 2016. Times are microseconds; one process per rank and source, one thread per
-lane.
+Format: "Trace Event Format", Google, 2016. Times are microseconds. Each rank has one process for measured and one for
+simulated timelines; each lane is a thread.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _offsets(timelines: Sequence[Timeline]) -> list[float]:
 
 
 def _tids(timelines: Sequence[Timeline]) -> dict[str, int]:
-    """Thread ids by row, in the order in which rows are shown."""
+    """The thread id of each row of the trace, by name of the row: phases, stalls, and one row for each lane. Rows are
+    shown in the order of their ids."""
     used = {span.lane for timeline in timelines for span in timeline.spans}
     lanes = [lane for lane in LANES if lane in used] + sorted(used - set(LANES))
     return {row: i for i, row in enumerate([PHASE_ROW, STALL_ROW, *lanes], start=1)}

@@ -74,10 +74,10 @@ def compute_seconds(timeline: Timeline) -> float:
 def stalls(timeline: Timeline) -> tuple[Stall, ...]:
     """The stalls of the update: the time in which no compute op runs, attributed to causes, in order of time.
 
-    The gap before a compute op is attributed by following the chain of waits backwards from that op: time in which the
-    awaited op was running counts for the lane of the awaited op; time in between counts for `dispatch` (the op waited
-    for its gradient or for the call of `step()`, or the agent had not started it yet). The last gap ends with the
-    update, which waits for the span that ends last.
+    The gap before a compute op is attributed by following the chain of waits backwards from that op. Time in which an
+    op of the chain was running counts for the lane of that op. Time between two ops of the chain counts for `dispatch`:
+    the later op waited for its gradient or for the call of `step()`, or the agent had not started it yet. In the gap at
+    the end of the update, the chain begins with the op that ended last.
     """
     return tuple(_merged(Stall("update", *piece) for piece in _pieces(timeline)))
 
@@ -152,7 +152,7 @@ def _pieces(timeline: Timeline) -> list[_Piece]:
 
 
 def _first_by_start(spans: Iterable[Span]) -> dict[float, Span]:
-    """The span with the lowest op id for each start time."""
+    """For each start time, the span with the lowest op id that starts at that time. Spans of no length are left out."""
     by_start: dict[float, Span] = {}
     for span in spans:
         if span.end > span.start and (span.start not in by_start or span.op <= by_start[span.start].op):
@@ -166,7 +166,8 @@ def _last(timeline: Timeline, end: float) -> Span | None:
 
 
 def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> Iterator[tuple[float, float]]:
-    """The idle intervals of `window`: its parts that no stretch covers."""
+    """The idle intervals of `window` (start, end): its parts outside of all `stretches`, which are disjoint intervals
+    in order."""
     cursor, high = window
     for start, end in stretches:
         if start > cursor:
@@ -177,7 +178,8 @@ def _gaps(stretches: list[tuple[float, float]], window: tuple[float, float]) -> 
 
 
 class _Blockers:
-    """The span that each span waited for: the one that ended last, of its dependencies and its lane's previous span."""
+    """Finds the span that another span waited for: the one that ended last among its dependencies and the previous span
+    of its lane."""
 
     def __init__(self, spans: Collection[Span], deps: Mapping[int, Sequence[int]]) -> None:
         self.longest_chain = len(spans)
@@ -218,7 +220,8 @@ class _Blockers:
 
 
 def _attribute_gap(low: float, high: float, span: Span | None, blockers: _Blockers, pieces: list[_Piece]) -> None:
-    """Divides the gap from `low` to `high` among the spans of the blocking chain that begins with `span`.
+    """Divides the gap from `low` to `high` (seconds) among the spans of the blocking chain that begins with `span`. If
+    `span` is None, the whole gap counts for `dispatch`.
 
     Appends to `pieces`, from the end of the gap to its start.
     """

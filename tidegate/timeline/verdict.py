@@ -13,7 +13,7 @@ from tidegate.plan.ops import COMPUTE_LANES, LINK_LANES
 SMALL_WAIT_SHARE: Final = 0.02
 """Smallest wait that the verdict mentions, as a share of the update."""
 COPIED_AGAIN_SHARE: Final = 0.5
-"""Smallest share of gradients copied twice that the verdict mentions."""
+"""Smallest share of gradients that were copied twice at which the verdict mentions the second copies."""
 LATE_GRADIENT_SHARE: Final = 0.75
 """If at least this share of the backward has passed when its first gradient arrives, the verdict mentions that
 gradients are late."""
@@ -54,7 +54,8 @@ class UpdateFigures:
 
 
 def verdict(figures: UpdateFigures, knobs: EffectiveKnobs | None = None) -> str:
-    """The verdict as one sentence without a final stop. `knobs`: the knobs in force, to suggest a change of one."""
+    """The verdict on a step as one sentence without a full stop at its end. `knobs`: the knobs in force; if given, the
+    verdict also says which knob to change."""
     if figures.step_seconds <= 0 or figures.update_seconds <= 0:
         return "no update yet"
     share = figures.update_seconds / figures.step_seconds
@@ -124,10 +125,11 @@ def _keep_on_device(knobs: EffectiveKnobs) -> str:
 
 
 def _other_processor(figures: UpdateFigures, knobs: EffectiveKnobs) -> str:
-    """Advice where compute is the bottleneck: to move a share of the updates to the other processor.
+    """Advice where compute is the bottleneck: to move a share of the updates to the other processor. Empty if there is
+    no advice.
 
-    Whether to raise or lower the stride is decided from the present stride and the use of the link, because the busy
-    times of the processors are not known. Empty if neither is advised.
+    The busy times of the processors are not known. So the present stride and the use of the link decide whether the
+    advice is to raise or to lower the stride.
     """
     share = device_share(knobs.stride)
     if not figures.updated.get("cpu"):

@@ -13,7 +13,8 @@ from tidegate.knobs.knobs import Off
 from tidegate.plan.effective_knobs import EffectiveKnobs
 
 MAX_PROPOSALS: Final = 4
-"""Most proposals that are simulated, because every rank simulates each of them; the most frequent ones are taken."""
+"""Largest number of proposals that are simulated. If there are more, the most frequent ones are taken. The number is
+limited, because every rank simulates each of them."""
 
 
 class Setting(NamedTuple):
@@ -49,17 +50,20 @@ class RankPredictions:
 
 
 def proposals(of_ranks: Sequence[Setting | None]) -> list[Setting]:
-    """The proposals of the ranks, the most frequent first; the same input gives the same list on every rank."""
+    """The different proposals of the ranks, the most frequent first, at most MAX_PROPOSALS. In `of_ranks`, None stands
+    for a rank without a proposal. The same input gives the same list on every rank."""
     wanted = Counter(setting for setting in of_ranks if setting is not None)
     return [setting for setting, _ in wanted.most_common(MAX_PROPOSALS)]
 
 
 def elect(settings: Sequence[Setting], judged: Sequence[RankPredictions]) -> tuple[Setting, float | None] | None:
-    """The proposal with the shortest update of the slowest rank, and its gain; None when no proposal is better than the
-    present knobs, or some rank has no prediction for the present knobs.
+    """Chooses the proposal with the shortest update time of the slowest rank. Returns it with its gain as a share of
+    the present update time; None when no proposal is better than the present knobs, or when some rank has no prediction
+    for the present knobs.
 
-    A proposal that some rank cannot apply is excluded. A proposal that some rank cannot predict is a probe (an
-    experiment; its gain is None), and is elected only if there is no better proposal.
+    settings: the proposals. judged: the predictions of each rank for them. A proposal that some rank cannot apply is
+    excluded. A proposal that some rank cannot predict is a probe (an experiment; its gain is None), and is chosen only
+    if no other proposal is better.
     """
     present = [of_rank.now for of_rank in judged]
     if None in present:

@@ -24,9 +24,9 @@ def find_move(
     """Searches the best knobs by the model; None if their predicted gain is below MINIMUM_GAIN.
 
     free: names of the knobs that may differ from `now`. cache_bytes: size to which the host cache may grow. allowed:
-    rejects knobs that do not fit. If no predictable knobs are better, and other strides cannot be predicted because
-    nothing runs on the CPU or nothing on the device, the start stride of `auto` is proposed as a probe (an experiment):
-    then both speeds are measured.
+    returns whether knobs fit on this rank. A stride cannot be predicted while nothing is updated on the CPU, or nothing
+    on the device. If that is so and no other knobs are better, the move is a probe (an experiment) with the stride
+    START_STRIDE, because then both speeds are measured.
     """
     try:
         present = predictor.update_seconds(now)

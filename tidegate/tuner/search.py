@@ -23,12 +23,13 @@ START_STRIDE: Final = 2.0
 CANDIDATE_STRIDES: Final[tuple[float, ...]] = (
     1, 1.125, 1.25, 1.375, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 12, 16,
 )  # fmt: skip
-"""Strides that are tried. Their device shares (1 / stride) are at most 0.13 apart, and at most 0.06 around 1/2, where a
-change of the stride by 0.5 can change the update time by 13 %."""
+"""Strides that the search tries. Their device shares (1 / stride) are at most 0.13 apart, and at most 0.06 around 1/2,
+where a change of the stride by 0.5 can change the update time by 13 %."""
 CANDIDATE_RATIOS: Final[tuple[float, ...]] = (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1)
 """Static ratios for callers that may change the residents, in steps of 1/8 of the subgroups."""
 _ROUNDING: Final = 1 + 1e-6
-"""Tolerance factor: sums of the same durations in another order differ by less."""
+"""Tolerance factor for comparing two times: if the same durations are added in another order, the sums differ by less
+than this factor."""
 
 
 def best(
@@ -41,14 +42,16 @@ def best(
     static_ratios: Sequence[float] = (),
     allowed: Callable[[EffectiveKnobs], bool] = lambda _: True,
 ) -> tuple[EffectiveKnobs, float] | None:
-    """The best knobs, and their update in seconds; None when no candidate takes less than `below_seconds`.
+    """The best knobs, and their update time in seconds; None when no candidate takes less than `below_seconds`.
 
-    free: names of the knobs that may differ from `now`: `stride` (a fixed list and the stride of DOS Eq. 1; only `off`
-    without staging slots), `order`, `tier_split` (set to the split by measured speeds) and `host_cache`, which may grow
-    to `cache_bytes`, because by the model more cache is never slower. static_ratios: ratios to try in addition to the
-    ratio of `now`. allowed: rejects knobs that do not fit; called last. Ties: the candidate with the least use of the
-    device, then the one with a fixed order of updates. Candidates are simulated in the order of their lower bounds, and
-    not at all if they cannot be better than the best so far, because a training thread waits for the result.
+    free: names of the knobs that may differ from `now`. `stride`: a fixed list, `off`, and the stride of DOS Eq. 1;
+    only `off` if there are no staging slots. `order`: both orders. `tier_split`: the split by measured speeds.
+    `host_cache`: grows to `cache_bytes`, because by the model more cache is never slower. static_ratios: ratios to try
+    in addition to the ratio of `now`. allowed: returns whether knobs fit; called last. If two candidates take the same
+    time, the one with less use of the device is chosen, then the one with a fixed order of updates.
+
+    Candidates are simulated in the order of their lower bounds. A candidate that cannot be better than the best one so
+    far is not simulated, because a training thread waits for the result.
 
     Candidates that need an unknown rate are left out. ConfigError when no candidate remains.
     """
@@ -103,10 +106,11 @@ def candidates(
 
 
 def equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[float, ...]:
-    """The stride of DOS Eq. 1; empty when a rate is not known or the stride is above its maximum.
+    """The stride of DOS Eq. 1, as a tuple with one element. The tuple is empty when a rate is not known, or when the
+    stride is above the maximum of the knob.
 
-    The equation assumes state of three fp32 words per parameter. Tidegate's state can be smaller, so a word of the link
-    speed B is taken as one third of the state of a parameter.
+    The equation assumes a state of three fp32 words per parameter, and gives the link speed B in such words. Tidegate's
+    state can be smaller, so one third of the state of a parameter counts as a word.
     """
     h2d, d2h = rates.h2d_bytes_per_second, rates.d2h_bytes_per_second
     on_cpu, on_device = rates.cpu_params_per_second, rates.device_params_per_second
@@ -121,7 +125,8 @@ def equation_stride(subgroups: Sequence[Subgroup], rates: RateCard) -> tuple[flo
 def _lower_bounds(
     rank: Rank, choices: Iterable[EffectiveKnobs], rates: RateCard
 ) -> tuple[list[tuple[float, EffectiveKnobs]], ConfigError | None]:
-    """The lower bound of each candidate whose rates are known, and the error of a candidate with an unknown rate."""
+    """Computes the lower bound of the update's time for each candidate, in seconds. Candidates that need an unknown
+    rate are left out; the second value is the error of the last of them, or None."""
     bounds: list[tuple[float, EffectiveKnobs]] = []
     unknown: ConfigError | None = None
     for knobs in choices:

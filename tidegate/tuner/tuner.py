@@ -26,12 +26,13 @@ FIRST_SEARCH_STEPS: Final = 6
 """Steps before the first search, and between a trial with a clear gain and the next search. During these steps the
 measured rates become stable."""
 LONGEST_WAIT_STEPS: Final = 64
-"""Most steps between two searches. Each search that finds nothing better doubles the wait, because it costs time."""
+"""Largest number of steps between two searches. Each search that finds nothing better doubles the wait, because a
+search costs time."""
 SEARCH_SHARE: Final = 3e-4
 """Largest share of the run's time for searches."""
 URGENT_SHARE: Final = 1e-3
-"""Searches at once after a drift (a lasting change of speeds) have a budget of time of their own. It grows by this
-share of the run's time."""
+"""Share of the run's time by which the time budget for urgent searches grows. A search is urgent after a drift (a
+lasting change of speeds): it does not wait for its regular time."""
 SAVED_SECONDS: Final = 0.25
 """Largest unused budget for searches after a drift, in seconds (or the time of one search, if that is longer). A run
 begins with this budget, because rates may drift more than once soon after the start, when a search takes tens of
@@ -49,14 +50,17 @@ LONG_BLOCK_STEPS: Final = 6
 """Number of counted steps of each further turn, if the first turn gave no clear result. These turns are longer, because
 each change of knobs costs time."""
 TURNS: Final = 3
-"""Largest number of turns of a trial: after steps with the old knobs, a turn each with new, old and new knobs. Then
-medians decide."""
+"""Largest number of turns of a trial: one turn with the new knobs, one with the old, and one with the new again. If the
+last turn gives no clear result, medians decide."""
 REST_STEPS: Final = 50
-"""Length of the pause after a trial without a clear gain: the number of steps for each change of knobs in the trial."""
+"""Number of steps of the pause after a trial without a clear gain, for each change of knobs in the trial: after two
+changes the pause has twice as many steps."""
 OWN_STEPS: Final = 2 * WINDOW_STEPS
-"""Steps after a change of knobs in which a drift may be caused by this change."""
+"""Number of steps after a change of knobs in which a drift (a lasting change of speeds) may be an effect of that
+change."""
 REFUTED_STEPS: Final = 512
-"""Steps for which a move without the predicted gain is not tried again, as long as speeds do not drift."""
+"""Number of steps for which the tuner does not try a move again after a trial did not measure its predicted gain. A
+drift of speeds that is no effect of a change of knobs ends this time at once."""
 
 
 class Move(NamedTuple):
@@ -76,7 +80,7 @@ class _Trial:
     old: EffectiveKnobs
     move: Move
     times: dict[bool, list[float]]
-    """Key True: updates under the new knobs; False: under the old knobs."""
+    """Seconds of the counted updates. Key True: under the new knobs; key False: under the old knobs."""
     new_runs: bool = True
     """Whether the new knobs are in force in this turn."""
     block: int = BLOCK_STEPS
@@ -92,17 +96,16 @@ class _Trial:
         return self.move.to if self.new_runs else self.old
 
     def take(self, seconds: float) -> None:
-        """Adds one update of this turn."""
+        """Adds the time of one update, in seconds, to this turn. The first steps after a change of knobs are not
+        counted."""
         self.left -= 1
         if self.left < self.block:
             self.times[self.new_runs].append(seconds)
 
     def extend(self) -> bool:
-        """Extends the first turn, at most once. So a single outlier in it does not cost further turns, which need two
-        changes of knobs and twelve counted steps.
-
-        Returns whether the turn was extended.
-        """
+        """Extends the first turn, at most once, and returns whether it was extended. In a longer turn, a single outlier
+        does not make the result unclear. This is cheaper than further turns, which need two changes of knobs and twelve
+        counted steps."""
         if self.extended or self.changes > 1:
             return False
         self.extended, self.left = True, self.block
@@ -116,10 +119,12 @@ class _Trial:
 
     @property
     def is_clear(self) -> bool:
-        """Whether every counted step with the new knobs was faster, by PROVEN_GAIN, than every counted step with the
-        old knobs; in an extended turn (twice as many steps), all new steps but one.
+        """Whether the trial shows a clear gain: every counted step with the new knobs was faster, by more than
+        PROVEN_GAIN, than every counted step with the old knobs. If the first turn was extended (twice as many steps),
+        one step with the new knobs may be slower.
 
-        False positive rate for equal knobs: 1 in 20, and 1 in 21 with an extended turn.
+        If old and new knobs are equally fast, the result is True by chance in 1 of 20 trials, and in 1 of 21 with an
+        extended turn.
         """
         slowest = sorted(self.times[True])[-2 if self.extended else -1]
         return slowest < (1 - PROVEN_GAIN) * min(self.times[False])
@@ -184,10 +189,11 @@ class Tuner:
             self._discard_findings()
 
     def speeds_changed(self) -> None:
-        """Reports that a rate has drifted, even if updates take as long as before because another resource decides.
+        """Tells the tuner that a rate has drifted (changed for a lasting time). Call it even if updates take as long as
+        before, because another resource decides their time.
 
-        Soon after a change of knobs, the drift may be caused by that change. Then earlier findings stay valid, and the
-        next search waits for the end of the trial and of the pause.
+        Soon after a change of knobs, the drift may be an effect of that change. Then earlier findings stay valid, and
+        the next search waits for the end of the trial and of the pause after it.
         """
         if self._trial is not None:
             self._trial.disturbed = True
@@ -213,9 +219,10 @@ class Tuner:
     def propose(self, now: EffectiveKnobs, search: Callable[[], Move | None] | None = None) -> EffectiveKnobs | None:
         """The knobs for the next steps; None to keep the present knobs. Call this once a step.
 
-        search: looks for better knobs. Give it when a search is `due`; it is then called exactly once in any case,
-        because it may contain a collective operation in which other ranks wait. If a proposal turns out to be
-        impossible, call `refuse`. If another component changes the knobs, a running trial ends.
+        search: function that looks for better knobs. Pass it when a search is `due`, else None. A function that is
+        passed is always called exactly once, because it may contain a collective operation in which other ranks wait.
+        If the proposed knobs turn out to be impossible, call `refuse`. If another component changes the knobs, a
+        running trial ends.
         """
         self._steps += 1
         self._steps_left -= 1
@@ -233,7 +240,7 @@ class Tuner:
         return move.to
 
     def _timed_search(self, search: Callable[[], Move | None]) -> Move | None:
-        """Calls `search`, and charges its time to the budget."""
+        """Calls `search` and returns its result. The time of the call is taken from the time budget of searches."""
         if self._urgent:
             self._urgent, self._urgent_from = False, self._steps + OWN_STEPS
         began = self._clock()
@@ -274,7 +281,12 @@ class Tuner:
         return times[-BLOCK_STEPS:] if len(times) >= UNCOUNTED_STEPS + BLOCK_STEPS else None
 
     def _continue_trial(self, trial: _Trial, now: EffectiveKnobs) -> EffectiveKnobs | None:
-        """The knobs of the trial's next turn, or after its end; None to keep the present knobs."""
+        """Continues the trial after a step. At the end of a turn, returns the knobs of the next turn; at the end of the
+        trial, returns the old knobs if they are restored. None to keep the present knobs.
+
+        If `now` are not the knobs of this turn, another component has changed them: then the trial ends without a
+        result.
+        """
         if now != trial.runs:
             self._trial = None
             self._rest(FIRST_SEARCH_STEPS, 0)

@@ -31,17 +31,17 @@ from tidegate.wire.timeline import TimelineView
 
 PROTOCOL_VERSION = 2
 MAX_LANES = 256
-"""Number of lanes of one rank, at most: two for each path, and a few others."""
+"""Largest number of lanes of one rank: two for each storage path, and a few others."""
 MAX_KNOB_CHARACTERS = 6_000
-"""Number of characters of all knobs in one message of a rank, names and values together, at most. The daemon keeps the
-knobs of each rank in memory."""
+"""Largest number of characters of all knobs in one message of a rank, names and values together. It is limited, because
+the daemon keeps the knobs of each rank in memory."""
 
 
 def _check_knobs(knobs: KnobChanges) -> KnobChanges:
     if (length := sum(len(name) + len(str(value)) for name, value in knobs.items())) > MAX_KNOB_CHARACTERS:
         raise ValueError(
-            f"names and values have {length:,} characters in all, at most {MAX_KNOB_CHARACTERS:,} are allowed: send "
-            "fewer knobs"
+            f"the knobs' names and values have {length:,} characters in all, at most {MAX_KNOB_CHARACTERS:,} are "
+            "allowed: send fewer knobs"
         )
     return knobs
 
@@ -83,7 +83,7 @@ class ProcessId(Message):
 
 
 class AgentHello(Message):
-    """Registers one rank of a run."""
+    """Hello: the message with which an agent registers its rank of a run with the daemon."""
 
     protocol: Whole = PROTOCOL_VERSION
     agent: AgentId
@@ -115,8 +115,9 @@ class AgentHello(Message):
     process: ProcessId | None = None
     """Identity of the agent's process; None if the operating system does not provide it, or from older agents."""
     replaces: Label | None = None
-    """Id of the agent that holds the rank, if its process is known to have ended: then the rank is taken over at once,
-    not only when that agent has been silent for so long that it counts as gone."""
+    """Id of the agent that has held this rank until now, if the process of that agent is known to have ended. Then the
+    new agent takes over the rank at once, and does not wait until the other agent has been silent for longer than its
+    lease."""
 
 
 class Holder(Message):
@@ -130,7 +131,7 @@ class Holder(Message):
 
 
 class Applied(Message):
-    """A rank has applied a generation; `step` is the first step that ran with it."""
+    """The generation that a rank has applied, and the first step that ran with it (`step`)."""
 
     generation: Count
     step: Count
@@ -166,7 +167,7 @@ class Vote(Message):
     generation: Count
     can: Flag
     reason: Text = ""
-    """If the rank cannot apply them: the reason, with figures."""
+    """The reason why the rank cannot apply the proposed knobs, with figures; empty if it can."""
 
 
 class Directive(Message):

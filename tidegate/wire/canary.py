@@ -23,9 +23,10 @@ class CanaryRequest(Message):
 
     steps: Annotated[int, Field(strict=True, ge=5, le=MAX_CANARY_STEPS)] = 20
     min_effect: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.05
-    """Smallest change of the step time that counts, as a share of the step time."""
+    """Smallest slowdown or speedup that counts as an effect of the change, as a share of the step time."""
     min_headroom: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.05
-    """Share of the device's memory that must stay free; not required if it was not free before the change."""
+    """Share of the device's memory that must stay free; with less, the change is rolled back. Not checked if less was
+    free before the change already."""
 
 
 class CanaryMeasure(Message):
@@ -50,7 +51,8 @@ class CanaryMeasure(Message):
     exposed_shift: Finite
     exposed_score: Finite
     headroom: Finite | None = None
-    """Smallest share of device memory that was free; None if the ranks did not report its size."""
+    """Smallest share of the device's memory that was free in the steps after the change; None if the ranks did not
+    report the size of this memory."""
 
 
 class CanaryView(Message):
@@ -71,6 +73,6 @@ class Rollback(Message):
     """Body of `POST /v1/runs/{run}/rollback`."""
 
     to: Count | None = None
-    """Number of the generation whose knobs are restored. None: the generation before a running trial, else the
-    newest one committed before the present generation."""
+    """Number of the generation whose knobs are restored. None: if a canary is running, the generation before it;
+    otherwise the newest one that was committed before the present generation."""
     reason: Text = ""

@@ -69,7 +69,8 @@ class GenerationView(Message):
     created_at: float
     decided_at: float | None = None
     outcome: Text = ""
-    """The reason for which it was refused, aborted or superseded, with figures and the rank."""
+    """How the generation was decided, as a sentence: for example why it was refused, aborted or superseded, with
+    figures and the rank. Empty before the decision."""
     applied: dict[int, int] = {}
     """The first step with this generation, by rank."""
     measured_effect: MeasuredEffect | None = None
@@ -80,13 +81,13 @@ class GenerationView(Message):
 
 
 class KnobsView(Message):
-    """`GET /v1/runs/{run}/knobs`; its ETag is the newest generation's number."""
+    """Answer to `GET /v1/runs/{run}/knobs`; its ETag is the number of the newest generation."""
 
     run: RunName
     generation: Count
     desired: KnobChanges
-    """The knobs of the newest committed generation: in force now, or from the next step on. Knobs of storage paths are
-    here, and in `bounds`, only when the run has paths."""
+    """The knobs of the newest committed generation: in force now, or from the next step on. If the run has no storage
+    paths, the knobs of storage paths are left out here and in `bounds`."""
     bounds: dict[str, KnobBound]
     ranks: tuple[RankKnobs, ...]
     pending: GenerationView | None = None

@@ -44,13 +44,13 @@ class KnobPreview(Message):
     predicted_phase_seconds_after: dict[Label, Seconds] = {}
     """Predicted seconds of each phase; for phases that knobs do not change, the median of the last measured steps."""
     error_ratio: Seconds | None = None
-    """Relative error of the prediction for the present knobs (divided by the measured time); the same error must be
-    expected of this prediction."""
+    """Relative error of the prediction for the present knobs: the difference of predicted and measured time, divided by
+    the measured time. The prediction for the changed knobs probably has the same error."""
     no_prediction: Text = ""
     """The reason for which there is no prediction, as a sentence."""
     no_room: Text = ""
-    """A sentence that names the path without enough capacity for its share under these knobs; empty if there is none.
-    Other paths take the excess, or the change is refused."""
+    """A sentence that names each path without enough capacity for its share of the subgroups under the changed knobs;
+    empty if all paths have enough. Other paths take the excess; if they cannot, the change is refused."""
 
 
 class Advice(Message):

@@ -66,7 +66,7 @@ class RunTotals(Message):
 class RunView(Message):
     run: RunName
     liveness: Liveness
-    """The worst liveness of the run's ranks; `finished` when all ranks have signed off."""
+    """The worst liveness of the run's ranks; `finished` when all ranks have said goodbye."""
     device_kind: DeviceKind
     world_size: Count
     step: Count

@@ -39,10 +39,11 @@ StallCause = Annotated[Label, AfterValidator(_present_name)]
 
 
 def with_present_names(report: str) -> str:
-    """A step report in JSON, as the version before stored it, with the present names of stall causes.
+    """Replaces former names of stall causes in `report`, a step report in JSON as the earlier version stored it, by the
+    present names.
 
-    The report is JSON as pydantic writes it, without spaces. In texts, JSON writes a backslash before each quotation
-    mark, so only values of the key `cause` are replaced.
+    Only values of the key `cause` are replaced. Text inside of the report cannot look like this key, because JSON
+    writes a backslash before each quotation mark in a text. pydantic writes JSON without spaces.
     """
     for former, present in FORMER_NAMES.items():
         report = report.replace(f'"cause":"{former}"', f'"cause":"{present}"')

@@ -8,7 +8,7 @@ from tidegate.wire.base import Message
 
 
 class Problem(BaseModel):
-    """RFC 9457 problem details; `knob`, `rank` and `bounds` where they apply."""
+    """Error response (RFC 9457 problem details); it may also have `knob`, `rank` or `bounds`."""
 
     model_config = ConfigDict(extra="allow")
 

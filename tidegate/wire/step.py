@@ -66,8 +66,8 @@ class PathState(Message):
     retired: Flag = False
     """Whether the path has failed permanently, so that no more state is written to it."""
     capacity_subgroups: Count | None = None
-    """Number of subgroups that the path can hold, including those that it holds now, when the step was planned. None
-    where that is more than the run can have."""
+    """Number of subgroups that the path could hold when the step was planned, including those that it held already.
+    None where no limit is known, or where the limit is more than the largest number of subgroups of a rank."""
 
 
 class StepReport(Message):
@@ -100,4 +100,5 @@ class StepReport(Message):
     grad_norm: Number | None = None
     skipped: Flag = False
     verdict: Text = ""
-    """The main wait of the update, with figures, and the knob to change, as a sentence without a final stop."""
+    """The verdict on the update as a sentence without a full stop at its end: the main wait, figures, and the knob to
+    change."""

@@ -32,13 +32,14 @@ their classes then inherit from DeepSpeed's class and not from Tidegate's."""
 
 
 _open_handles: set[DeepSpeedIntegration] = set()
-"""Results of `enable_deepspeed` that were not closed: while there is one, Tidegate is enabled."""
+"""Handles that `enable_deepspeed` has returned and that are not closed. While there is one, Tidegate is enabled."""
 _replaced: dict[Callable[..., None], Callable[..., None]] = {}
 """Maps each replacement function of Tidegate to the DeepSpeed function that it replaces."""
 
 
 class DeepSpeedIntegration:
-    """Tidegate in DeepSpeed. Made by `enable_deepspeed`; ended by `close()` or a `with` block."""
+    """Handle that keeps Tidegate enabled in DeepSpeed. Made by `enable_deepspeed`; ended by `close()` or a `with`
+    block."""
 
     def __init__(self) -> None:
         from deepspeed.runtime.engine import DeepSpeedEngine

@@ -18,11 +18,11 @@ from tidegate.errors import ConfigError
 
 
 class ZeroNorm:
-    """Gradient norm over ranks in DeepSpeed's rounding. It replaces `NormOverRanks` and has the same methods; they are
-    collectives where parameters are sharded.
+    """Computes the gradient norm over all ranks, rounded as in DeepSpeed. It is used in place of `NormOverRanks`. All
+    ranks must call `total` in the same step if parameters are divided among ranks.
 
-    parts: this rank's partitions of the parameters, all sharded over the same ranks.
-    subgroups: number of DeepSpeed's subgroup for each part.
+    parts: this rank's partitions of the parameters, all divided among the same ranks.
+    subgroups: for each part, the number (from 0) of the DeepSpeed subgroup that it belongs to.
     """
 
     def __init__(self, parts: Sequence[LocalShard], subgroups: Sequence[int]) -> None:

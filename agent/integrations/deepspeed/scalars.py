@@ -59,7 +59,7 @@ class CpuAdamScalars:
         )
 
     def _power(self, base: float, exponent: int) -> np.float32:
-        """Power of a beta with rounding as in cpu_adam."""
+        """A beta (`base`) to the power of the number of the update (`exponent`), rounded as in cpu_adam."""
         if self.several_betas:
             return np.float32(float(np.float32(base)) ** exponent)
         with self._lock:

@@ -57,7 +57,9 @@ def settings_of(block: Mapping[str, Any], config: Mapping[str, Any]) -> Settings
             raise ConfigError(f'"{BLOCK}" in the DeepSpeed configuration has an unknown key {key!r}.{hint}')
     attach = {key: block[key] for key in ATTACH_KEYS if key in block}
     if attach and "run" not in attach:
-        raise ConfigError(f'"{BLOCK}" has {min(attach)!r} but no "run": give the run a name.')
+        raise ConfigError(
+            f'"{BLOCK}" in the DeepSpeed configuration has {min(attach)!r} but no "run": name the run with "run".'
+        )
     return Settings(
         enabled=_bool_of(block, "enabled", True),
         fallback=_bool_of(block, "fallback", False),
@@ -101,7 +103,7 @@ def _path(name: str, given: object) -> str | PathSettings | ObjectSettings:
 
 def _checked(given: object, kind: type, where: str) -> dict[str, Any]:
     """Returns the JSON object `given` as a dict. ConfigError if it is not an object, or has keys that are not fields of
-    the class `kind`. `where`: its name, for the error."""
+    the class `kind`. `where`: name of the object in the configuration, for the text of the error."""
     known = {one.name for one in fields(kind)}
     if not isinstance(given, Mapping) or not known >= given.keys():
         raise ConfigError(

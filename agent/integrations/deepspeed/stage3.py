@@ -2,7 +2,7 @@
 gradients once they are reduced, the update and all swapping are Tidegate's.
 
 Each parameter's partition on this rank is a parameter of a `tidegate.AdamW`, in the memory of DeepSpeed's flat buffers.
-Where DeepSpeed reads or writes the whole fp32 state (checkpoints), it temporarily gets tensors in its own layout.
+When DeepSpeed reads or writes the whole fp32 state (for checkpoints), tensors in DeepSpeed's layout exist for a time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """ZeRO-3 optimizer that replaces its base class where the configuration has a `"tidegate"` block. `tidegate`: the
-    `tidegate.AdamW` inside, for example for `tidegate.attach`."""
+    """ZeRO-3 optimizer that DeepSpeed builds in place of its own one (the base class) if the configuration has a
+    `"tidegate"` block. `tidegate`: the `tidegate.AdamW` inside, for example for `tidegate.attach`."""
 
     tidegate: AdamW
 
@@ -140,8 +140,12 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             param.grad = None
 
     def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
-        """Adds the gradient of part `number` to its sum; copies it if it is the first, because DeepSpeed reuses its
-        buffer. `last`: whether this is the last backward of the step, so that the engine can use the sum."""
+        """Adds a gradient to the sum of the gradients of this step for one parameter. The first gradient of a step is
+        copied, because DeepSpeed reuses its buffer.
+
+        number: number of the parameter's part (this rank's partition) in `tidegate`. gradient: this rank's part of the
+        gradient. last: whether this is the last backward of the step, which completes the sum.
+        """
         part, gradients = self._parts[number], self.tidegate.engine.gradients
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
@@ -223,7 +227,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     # ---- a step
 
     def step(self, closure: None = None) -> None:
-        """One update; skipped on all ranks when gradients are not finite on one of them."""
+        """Updates all parameters once. The update is skipped on all ranks if gradients are not finite on any rank."""
         self._pre_step()
         self._partition_all_parameters()
         self._await_reduction()
@@ -322,8 +326,9 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     @contextmanager
     def _deepspeed_layout(self, *, with_state: bool, load_at_end: bool) -> Iterator[None]:
-        """Context manager: DeepSpeed's `fp32_partitioned_groups_flat` and optimizer state exist in host memory.
-        `with_state`: fills them from the engine first. `load_at_end`: loads them into the engine after the block."""
+        """Context manager in which DeepSpeed's `fp32_partitioned_groups_flat` and optimizer state exist in host memory.
+        `with_state`: whether they are filled with the engine's state first. `load_at_end`: whether they are loaded into
+        the engine after the block."""
         sizes = self._flat_sizes()
         states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()
@@ -389,7 +394,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.tidegate.engine.weights.reset()
 
     def reset_swap_buffers(self) -> None:
-        """Does nothing: DeepSpeed swaps nothing."""
+        """Does nothing: Tidegate stores the state, so that DeepSpeed has no swap buffers to reset."""
 
     # ---- unsupported operations
 

@@ -23,7 +23,8 @@ BYTES_PER_PARAM = 12
 
 @dataclass(frozen=True, slots=True)
 class FlatPosition:
-    """Position of a part in DeepSpeed's layout: number of the subgroup, and offset and number of its elements there."""
+    """Where a part (this rank's partition of one parameter) is in DeepSpeed's layout: number of the DeepSpeed subgroup,
+    and offset and number of the part's elements in it."""
 
     subgroup: int
     offset: int
@@ -41,7 +42,7 @@ class FlatState:
 
 def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits fp32 values into bf16 values (nearest, ties away from zero) and 16-bit remainders, from which fp32 can be
-    restored. It is `oracle.split_bf16` in torch."""
+    restored. It is `split_bf16` of the NumPy reference (`kernels.arithmetic.oracle`), written in torch."""
     bits = master.view(torch.int32)
     nan = master.isnan()
     high = torch.where(nan, bits >> 16 | 0x40, (bits + 0x8000) >> 16)
@@ -98,7 +99,8 @@ def idle_engine(optimizer: AdamW) -> Engine:
 
 
 def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
-    """Copies the state of all parts into `flats`. `positions`: position of each part."""
+    """Copies the optimizer's state into `flats`, one for each DeepSpeed subgroup. `positions`: for each part (this
+    rank's partition of one parameter), its place in `flats`."""
     engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
@@ -114,8 +116,9 @@ def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequenc
 def write_all(
     optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
 ) -> None:
-    """Loads the fp32 weights and moments of all parts from `flats`, and sets the model's weights to the rounded fp32
-    weights. `positions`: position of each part. `steps`: number of updates of each DeepSpeed subgroup."""
+    """Loads fp32 weights and moments from `flats`, one for each DeepSpeed subgroup, into the optimizer, and sets the
+    model's weights to the rounded fp32 weights. `positions`: for each part (this rank's partition of one parameter),
+    its place in `flats`. `steps`: number of updates of each DeepSpeed subgroup."""
     optimizer.wait()
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, (position, part) in enumerate(zip(positions, optimizer.engine.shards, strict=True)):
@@ -130,8 +133,8 @@ def write_all(
 
 
 def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
-    """Copies the state of one part to a new fp32 tensor in host memory. `name`: name of a moment; None for the fp32
-    weights."""
+    """Copies one array of the state to a new fp32 tensor in host memory. `part`: number of a part (this rank's
+    partition of one parameter). `name`: name of a moment; None for the fp32 weights."""
     engine = idle_engine(optimizer)
     found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
     for layout in engine.gradients.subgroups_of(part):
@@ -145,8 +148,9 @@ def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
 
 
 def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
-    """Sets one state array of one part to `values`. `name`: name of a moment; None for the fp32 weights. With the fp32
-    weights, the model's weights are also set, to the rounded values."""
+    """Sets one array of the state to `values`. `part`: number of a part (this rank's partition of one parameter).
+    `name`: name of a moment; None for the fp32 weights. If fp32 weights are set, the model's weights are set to the
+    rounded values, too."""
     engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)
@@ -173,7 +177,8 @@ def _array(arrays: Mapping[str, torch.Tensor], name: str, s: Segment) -> torch.T
 
 
 def _master(arrays: Mapping[str, torch.Tensor], s: Segment, part: torch.Tensor) -> torch.Tensor:
-    """The fp32 weights of a segment, from its state `arrays` and the weights in `part`."""
+    """Returns the fp32 weights of a segment `s` (the part of one parameter in one subgroup). `arrays`: state of the
+    subgroup, by name. `part`: the weights of this rank's partition of the parameter."""
     if "master" in arrays:
         return _array(arrays, "master", s)
     weight = flat(part)[s.offset : s.offset + s.numel].cpu()
@@ -187,8 +192,9 @@ def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def _set_weight(part: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rounds fp32 weights to the dtype of a part and writes them into it. Returns the state from which fp32 can be
-    restored, by name: the remainder (bf16), the master (fp16), or nothing (fp32)."""
+    """Rounds the fp32 weights `master` to the dtype of `part` (this rank's partition of one parameter), and writes them
+    into it. Returns, by name, what completes the weights to fp32: the remainder (bf16), the master (fp16), or nothing
+    (fp32)."""
     if part.dtype == torch.bfloat16:
         weight, remainder = split_bf16(master.contiguous())
         part.copy_(weight)

@@ -87,8 +87,8 @@ def differences(optimizer_class: type, version: str) -> list[str]:
 
 
 def digests(kind: type) -> dict[str, str]:
-    """Digests of the methods that a class defines, by name. Comments, docstrings and white space are left out. If a
-    digest differs, the method's behaviour may differ."""
+    """Returns a hash (digest) of the source text of each method that a class defines, by name of the method. Comments,
+    docstrings and white space do not count. If the digest of a method changes, its behaviour may have changed."""
     source = inspect.getsource(inspect.getmodule(kind) or kind)
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     lines = source.splitlines(keepends=True)

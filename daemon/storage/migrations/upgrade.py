@@ -60,7 +60,8 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _check_empty(connection: Connection) -> None:
-    """DaemonError if the database has tables, but no version: it is unknown what made them, so they are not changed."""
+    """DaemonError if the database has tables with the names of the daemon's tables, but no version. It is unknown which
+    version made them, so they are not changed."""
     there = sorted(set(inspect(connection).get_table_names()) & Base.metadata.tables.keys())
     if there:
         raise DaemonError(

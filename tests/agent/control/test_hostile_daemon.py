@@ -223,4 +223,4 @@ def test_a_thread_that_fails_begins_again(monkeypatch: pytest.MonkeyPatch, caplo
         assert attachment.link.restarts == 2
         assert attachment._metrics.thread_failures == 2
     said = [r.getMessage() for r in caplog.records if getattr(r, "event", "") == "link_failed"]
-    assert said == ["the link's thread 'listen' failed and is restarted; training goes on"] * 2
+    assert said == ["thread 'listen' of the link to the daemon failed and is restarted; training goes on"] * 2

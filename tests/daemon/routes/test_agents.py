@@ -311,7 +311,7 @@ def test_timelines_of_before_are_kept(daemon: Daemon) -> None:
     assert client.timelines(run, 0).steps == (3, 5), "one in a few seconds, and the newest"
     assert client.timeline(run, 0, 3) == sent[3]
     assert client.timeline(run, 0, 5) == client.timeline(run, 0) == sent[5]
-    with pytest.raises(NotFound, match=r"no timeline of step 4 of rank 0\. Kept: 3, 5"):
+    with pytest.raises(NotFound, match=r"no timeline of step 4 of rank 0\. The newest steps with a timeline: 3, 5"):
         client.timeline(run, 0, 4)
 
 

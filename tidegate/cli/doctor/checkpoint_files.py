@@ -44,10 +44,11 @@ def _finding(found: Inspected) -> Finding:
 
 
 def remove_damaged(found: Sequence[Inspected], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
-    """Removes damaged checkpoints, after `ask(question)` unless `yes`, and gives a finding for each. Other checkpoints
-    are not touched.
+    """Removes the damaged checkpoints in `found`, and returns a finding for each removal. Other checkpoints are not
+    touched.
 
-    ConfigError when there is no terminal to ask on.
+    Unless `yes` is True, `ask(question)` is called first; if it returns False, nothing is removed. ConfigError when the
+    user must be asked, but there is no terminal.
     """
     from tidegate.agent.checkpoints.inspection import remove_damaged as remove
 

@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from tidegate.daemon.storage.store import Store
 
 SHOWN = 50
-"""Number of rows that are listed, at most."""
+"""Maximum number of unreadable database rows that `tidegate doctor --state` lists."""
 
 
 def examine_state(directory: Path) -> list[Finding]:
-    """Moves rows that cannot be read to the table `quarantine`, and gives a finding for each; if all rows are readable,
-    one finding that says so.
+    """Moves the rows of a daemon's database that cannot be read to the table `quarantine`. Returns a finding for each
+    row (at most SHOWN); if all rows can be read, one finding that says so.
 
-    While a daemon uses the directory, the rows are only listed. ConfigError if there is no database.
+    directory: the state directory of the daemon. While a daemon uses it, the rows are listed but not moved. ConfigError
+    if there is no database.
     """
     from tidegate.daemon.configuration.settings import Settings
     from tidegate.daemon.storage.state_directory import exclusive
@@ -28,7 +29,9 @@ def examine_state(directory: Path) -> list[Finding]:
 
     settings = Settings(state_dir=directory.expanduser().absolute())
     if not settings.database.is_file():
-        raise ConfigError(f"There is no database of a daemon at {settings.database}: give its state directory.")
+        raise ConfigError(
+            f"There is no database of a daemon at {settings.database}: give the state directory of a daemon."
+        )
     try:
         with exclusive(settings.home):
             return _check_rows(Opened(settings.url), settings.database, alone=True)
@@ -42,7 +45,10 @@ def examine_state(directory: Path) -> list[Finding]:
 
 
 def _check_rows(store: Store, database: Path, alone: bool) -> list[Finding]:
-    """Findings for all unreadable rows. alone: no daemon uses the database, so that the rows are moved."""
+    """Findings for the database: errors that SQLite reports, and the rows that cannot be read (at most SHOWN).
+
+    alone: no daemon uses the database, and the rows are moved to the table `quarantine`.
+    """
     from sqlalchemy.exc import SQLAlchemyError
 
     from tidegate.daemon.control import quarantine

@@ -96,7 +96,8 @@ def driver() -> str:
 
 
 def context(place: torch.device) -> str:
-    """Runs a kernel of torch; returns details for the finding. A torch build without code for this GPU fails here."""
+    """Tests whether torch can run a kernel on the GPU. Returns name, compute capability and free memory of the GPU as
+    text. A torch build without code for this GPU fails here."""
     found = torch.arange(8, device=place).square().sum().item()
     if found != 140:
         raise CheckFailed(f"the GPU computes 0² + 1² + … + 7² as {found}, not 140", "the GPU is faulty: see dmesg")
@@ -117,8 +118,8 @@ def pinned_memory(runtime: CudaRuntime) -> str:
     if reason:
         raise CheckFailed(
             f"{PINNED_BYTES >> 20} MiB of host memory could not be pinned ({reason})",
-            "raise the limit of locked memory (ulimit -l; in a container --ulimit memlock=-1), and see that the "
-            "container or virtual machine allows it: without it copies are slow and do not overlap",
+            "raise the limit of locked memory (ulimit -l; in a container --ulimit memlock=-1), and make sure that the "
+            "container or virtual machine allows pinned memory: without it, copies are slow and do not overlap",
         )
     runtime.unpin(array.ctypes.data)
     return f"{PINNED_BYTES >> 20} MiB registered and given back"
@@ -127,7 +128,7 @@ def pinned_memory(runtime: CudaRuntime) -> str:
 def triton(place: torch.device) -> str:
     missing = missing_for_triton()
     if missing:
-        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until then")
+        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until this is repaired")
     return launch(place, importlib.import_module("tidegate.kernels.arithmetic.triton_adamw"))
 
 
@@ -137,7 +138,7 @@ def launch(place: torch.device, kernels: GpuKernels) -> str:
     if different:
         raise CheckFailed(
             f"these results differ from the reference implementation: {', '.join(different)}",
-            "updates run as torch operations; report GPU, driver, torch and Triton versions",
+            "updates run as torch operations instead; report this, with the versions of GPU, driver, torch and Triton",
         )
     return "each kernel was compiled and launched; results equal the oracle's bit for bit"
 
@@ -204,7 +205,7 @@ def nvml(place: torch.device) -> str:
     except pynvml.NVMLError as error:
         raise CheckFailed(
             f"NVML does not know {uuid} ({error})",
-            "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            "if this is a container, start it with NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         ) from error
     try:
         busy, source = gpu.utilization_ratio(), gpu.pcie.name if gpu.pcie is not None else "none"

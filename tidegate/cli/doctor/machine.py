@@ -33,8 +33,11 @@ _SYMBOLS: Final[dict[Verdict, Text]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. Verdict `missing`: the component is absent, and only some commands need it; `bad`: the
-    component is faulty and must be repaired."""
+    """The result of one check: its name, a verdict, and the details as text.
+
+    verdict: `good`; `missing` for something that is absent, not complete or left over, but not faulty; `bad` for
+    something that is faulty and must be repaired.
+    """
 
     check: str
     verdict: Verdict

@@ -42,7 +42,8 @@ def _in_objects(url: str, endpoint: str) -> list[ObjectLeftover]:
 
 
 def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[AnyLeftover]) -> list[Finding]:
-    """One finding for each leftover; if there are none, one finding that says so."""
+    """One finding for each entry of `found` (state of a run on a storage path); if `found` is empty, one finding that
+    says so. places: the paths that were searched."""
     if not found:
         return [Finding("path", "good", f"no state of any run in {', '.join(map(str, places))}")]
     return [_finding(leftover) for leftover in found]
@@ -65,10 +66,11 @@ def _finding(leftover: AnyLeftover) -> Finding:
 
 
 def remove_dead(found: Sequence[AnyLeftover], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
-    """Removes leftovers of dead processes, after `ask(question)` unless `yes`, and gives a finding for each. Leftovers
-    of live processes, and of processes whose state is unknown, are not touched.
+    """Removes the state in `found` that dead processes have left on storage paths, and returns a finding for each
+    removal. State of live processes, and of processes that may be alive, is not touched.
 
-    ConfigError when there is no terminal to ask on.
+    Unless `yes` is True, `ask(question)` is called first; if it returns False, nothing is removed. ConfigError when the
+    user must be asked, but there is no terminal.
     """
     dead = [leftover for leftover in found if leftover.alive == "no"]
     if not dead:

@@ -1,4 +1,4 @@
-"""Version 6: the token that a rank used; table of alerts, filled from the audit log."""
+"""Version 6: agents get the id of the token that they used; table of alerts, filled from the audit log."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def upgrade() -> None:
 
 
 def _body(row: RowMapping) -> dict[str, object]:
-    """The latest state of the alert, from its newest audit row."""
+    """The state of an alert after the change that the audit row describes, as it is stored in the table of alerts."""
     facts, ends_at = row["after"], row["after"].get("ends_at")
     return {
         "run": row["run"],
