@@ -150,8 +150,8 @@ class Tuning:
         return mine if self._ranks.count == 1 else self._elect(mine)
 
     def _best_candidate(self) -> Move | None:
-        """The best change of knobs for this rank by the simulator. None if rates are not known yet or no choice is
-        better."""
+        """Finds the change of knobs that is best for this rank according to the simulator. None if no rates are
+        measured yet, or if no change is better than the present knobs."""
         if self._recorder.rates is None:
             return None
         ample, current = self._ample_cache(), self._current
@@ -176,8 +176,12 @@ class Tuning:
         return None if winner is None else Move(winner[0].on(current, ample), winner[1])
 
     def _judge(self, settings: Sequence[Setting], ample_cache: int) -> RankPredictions:
-        """Predicts the update time of this rank with the present knobs and with each candidate; infinity for a
-        candidate that this rank may not or cannot apply. `ample_cache`: bytes of the largest possible host cache."""
+        """Predicts the update time of this rank with the present knobs and with each candidate: None if it cannot be
+        predicted, infinity for a candidate that this rank may not or cannot apply.
+
+        settings: the candidates.
+        ample_cache: bytes of the largest possible host cache.
+        """
         predictor = rank_predictor(self._optimizer, self._recorder)
         choices = [setting.on(self._current, ample_cache) for setting in settings]
         allowed = [self._is_allowed(setting, choice) for setting, choice in zip(settings, choices, strict=True)]

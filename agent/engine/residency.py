@@ -76,7 +76,7 @@ class Residences:
 
     @property
     def counts(self) -> SubgroupCounts:
-        """Number of subgroups in storage by path, as the split assigns them."""
+        """Number of subgroups that the tier split assigns to each path, by name of the path."""
         return dict(self._tier.counts)
 
     def observe(self, spans: Sequence[Span], residences: Sequence[Residence]) -> None:

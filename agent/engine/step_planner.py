@@ -78,8 +78,8 @@ class StepPlanner:
             )
 
     def stage(self, effective: EffectiveKnobs) -> None:
-        """Allocates memory for the next plan with the knobs `effective`, on the device and on the host, before the plan
-        is made."""
+        """Allocates device memory and host memory for the next plan, with the knobs `effective`, before it is made.
+        With storage paths, the host buffers for state are not included: `prepare` allocates them."""
         # Paths are decided later: until then, state on a path stays there.
         decided = next_residences(self.subgroups, effective, None, "ascending")
         lives = self._memory.residence
@@ -141,8 +141,9 @@ class StepPlanner:
         return tuple(placement(*row[:3], mirror_valid=row[3], spilled=row[4], mode=mode) for row in rows)
 
     def _gradient_room(self, processors: Sequence[Processor], after: Sequence[Residence]) -> int:
-        """Bytes of device memory for gradients that are not used yet. In mode `keep` this is the size of all gradients,
-        because the framework owns their memory."""
+        """Bytes of device memory that gradients may take until the update has used them. In mode `keep` this is the
+        size of all gradients, because the framework owns their memory. `placed`: processor and residence of each
+        subgroup."""
         if self._settings.gradients == "keep":
             return sum(s.nbytes("gradient") for s in self.subgroups)
         weights = sum(s.nbytes("weight") for s in self.subgroups)

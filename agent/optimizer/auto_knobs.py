@@ -29,7 +29,8 @@ class AutoValues:
         )
 
     def effective(self, knobs: Knobs, policy: Policy) -> EffectiveKnobs:
-        """The knobs as numbers, with `auto` resolved. With the policy `twinflow`, the stride is always "off"."""
+        """Returns the values with which the engine works: those of `knobs`, where `auto` is replaced by the value that
+        it stands for. With the policy `twinflow`, the stride is always "off"."""
         return resolve(
             knobs, stride=self.stride, alternate=self.alternate, cache_bytes=self.cache_bytes,
             static_stride=policy == "twinflow",

@@ -31,8 +31,8 @@ from tidegate.speeds.rate_card import RateCard
 MAX_SIMULATED_SUBGROUPS: Final = 400
 """Largest number of subgroups in a simulation without storage paths. If a rank has more, `sampled` chooses a sample."""
 MAX_SIMULATED_TIERED: Final = 96
-"""Most subgroups of a simulation with storage paths. It takes longer: a subgroup has about twice as many ops, and lanes
-slow each other down."""
+"""Largest number of subgroups in a simulation with storage paths. Such a simulation takes longer: a subgroup has about
+twice as many ops, and lanes slow each other down."""
 _DUPLEX: Final = 0.9
 """Smallest interference factor of a duplex path: its reads keep at least this share of their speed while it also
 writes."""
