@@ -199,8 +199,7 @@ class Gradients:
             return tuple(layout.id for layout in self._subgroups_of[param] if self._is_ready(layout))
 
     def reduced_are_written(self) -> None:
-        """Records that the gradients which were given to `reduced` are in `.grad` now, so that later changes of `.grad`
-        are detected."""
+        """Records that gradients given to `reduced` are in `.grad` now, so that later changes of it are detected."""
         with self._lock:
             params, self._reduced = self._reduced, []
         for param in params:
@@ -263,8 +262,7 @@ class Gradients:
 
     def _drop_changed_records(self) -> None:
         """Drops the records of gradients that were changed or replaced since they were recorded. Samples are compared
-        only for gradients that are still in the recorded memory, because memory that is no longer in use may be
-        freed."""
+        only for gradients that are still in the recorded memory, because other memory may be freed."""
         for param, arrived in enumerate(self._current):
             grad = self._params[param].grad
             if arrived is not None and (grad is None or not arrived.is_unchanged(shard_of(grad))):

@@ -42,13 +42,11 @@ from tidegate.timeline.timeline import PhaseSpan
 
 
 class AdamW(OffloadedOptimizer):
-    """AdamW with offloaded state. For given gradients, its weights equal those of the reference implementation in NumPy
-    (`tidegate.kernels.arithmetic.oracle`), bit for bit.
+    """AdamW with offloaded state. For given gradients, its weights equal those of a reference in NumPy bit for bit.
 
     params, lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
     decoupled: False gives Adam, with weight decay as an L2 term (flag; default True).
-    max_grad_norm: limit, above 0, to which the norm of all gradients is clipped; None for no clipping
-        (norm; default None).
+    max_grad_norm: clips the norm of all gradients to this limit, above 0; None: no clipping (norm; default None).
     offload: settings of offloading; None for all defaults (`Offload`; default None).
     torch_options: further arguments of `torch.optim.AdamW`. `foreach` and `fused` are accepted and ignored;
         `amsgrad`, `capturable` and `differentiable` are refused unless False.
@@ -258,8 +256,8 @@ class AdamW(OffloadedOptimizer):
             hook(self)
 
     def _follow_before_first_step(self) -> None:
-        """Before the first update, adapts the engine to parameters that were moved, converted or replaced (see
-        `_follow_params`). Does nothing after the first update: state can be read then even if parameters were moved."""
+        """Before the first update, adapts the engine to parameters that were moved or replaced (`_follow_params`).
+        Does nothing after it: state can be read then even if parameters were moved."""
         if not self._has_stepped:
             self._follow_params()
 
@@ -314,8 +312,7 @@ class AdamW(OffloadedOptimizer):
             the free host memory. State that does not fit is written at once.
 
         The next checkpoint, `close` and the end of the process wait for this checkpoint. If it cannot be completed,
-        `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. Raises PathFull for the same
-        reasons as `save_checkpoint`.
+        `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. PathFull: as `save_checkpoint`.
         """
         self.wait()
         self._follow_before_first_step()

@@ -118,8 +118,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.gradients.watch(self._gradient_arrived)
 
     def wait(self) -> None:
-        """Waits until the update of all weights is done. This is needed with `tidegate.overlap_forward`, with which
-        `step()` returns before the end of the update."""
+        """Waits until all weights are updated. With `tidegate.overlap_forward`, `step()` returns before that."""
         with self.phases.exposed():
             self._step_results.wait_for_update()
         self._step_results.deliver(background=self.background)

@@ -49,7 +49,7 @@ def test_seconds(kind: OpKind, path: str, seconds: float) -> None:
 def test_a_path_that_was_never_written_is_named(path: str) -> None:
     card = replace(CARD, paths={"pfs": PathRates(read_bytes_per_second=5.0)})
     assert card.missing == ("pfs:write",)
-    with pytest.raises(ConfigError, match=f"lacks {path}:write, which flush 3 {path} needs"):
+    with pytest.raises(ConfigError, match=f"lacks the rate {path}:write, which flush 3 {path} needs"):
         card.seconds(Op(0, OpKind.FLUSH, 3, 1, 0, path=path))
 
 

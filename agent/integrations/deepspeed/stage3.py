@@ -44,8 +44,8 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """ZeRO-3 optimizer that DeepSpeed builds in place of its own one (the base class) if the configuration has a
-    `"tidegate"` block. `tidegate`: the `tidegate.AdamW` inside, for example for `tidegate.attach`."""
+    """ZeRO-3 optimizer that replaces DeepSpeed's (the base class) if the configuration has a `"tidegate"` block.
+    `tidegate`: the `tidegate.AdamW` inside, for example for `tidegate.attach`."""
 
     tidegate: AdamW
 
@@ -140,12 +140,9 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             param.grad = None
 
     def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
-        """Adds a gradient to the sum of the gradients of this step for one parameter. The first gradient of a step is
-        copied, because DeepSpeed reuses its buffer.
-
-        number: number of the parameter's part (this rank's partition) in `tidegate`. gradient: this rank's part of the
-        gradient. last: whether this is the last backward of the step, which completes the sum.
-        """
+        """Adds this rank's part of a gradient to its sum. The first gradient of a step is copied, because DeepSpeed
+        reuses its buffer. `number`: number of the part in `tidegate`. `last`: whether this backward completes the
+        sum."""
         part, gradients = self._parts[number], self.tidegate.engine.gradients
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
@@ -326,9 +323,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     @contextmanager
     def _deepspeed_layout(self, *, with_state: bool, load_at_end: bool) -> Iterator[None]:
-        """Context manager in which DeepSpeed's `fp32_partitioned_groups_flat` and optimizer state exist in host memory.
-        `with_state`: whether they are filled with the engine's state first. `load_at_end`: whether they are loaded into
-        the engine after the block."""
+        """Context manager in which DeepSpeed's fp32 weights and optimizer state exist in host memory. `with_state`:
+        fills them with the engine's state first. `load_at_end`: loads them into the engine after the block."""
         sizes = self._flat_sizes()
         states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()

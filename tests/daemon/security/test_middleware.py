@@ -207,7 +207,7 @@ SUBGROUPS = {"numel": 1, "count": 1, "weight_bytes": 2, "grad_bytes": 2, "state_
         ({"device_kind": "abacus"}, "body.device_kind"),
         ({"surprise": 1}, "body.surprise"),
         ({"subgroups": [{**SUBGROUPS, "count": 100_001}]}, "body.subgroups.0.count"),
-        ({"subgroups": [{**SUBGROUPS, "count": 60_000}] * 2}, "body"),
+        ({"subgroups": [{**SUBGROUPS, "count": 60_000}] * 2}, "body.subgroups"),
     ],
 )
 def test_invalid_messages_name_the_field(daemon: Daemon, change: dict[str, Any], named: str) -> None:
