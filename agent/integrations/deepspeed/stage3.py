@@ -140,9 +140,8 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             param.grad = None
 
     def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
-        """Adds this rank's part of a gradient to its sum. The first gradient of a step is copied, because DeepSpeed
-        reuses its buffer. `number`: number of the part in `tidegate`. `last`: whether this backward completes the
-        sum."""
+        """Adds this rank's part of a gradient to its sum; copies the first of a step, as DeepSpeed reuses its buffer.
+        `number`: number of the part in `tidegate`. `last`: whether this backward completes the sum."""
         part, gradients = self._parts[number], self.tidegate.engine.gradients
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
