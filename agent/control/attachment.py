@@ -11,6 +11,7 @@ from typing import Self
 import torch
 
 from tidegate.agent.control import attachment_registry
+from tidegate.agent.control.applied_knobs import AppliedKnobs
 from tidegate.agent.control.attach_checks import (
     AttachSettings,
     check_model,
@@ -50,8 +51,8 @@ class Attachment:
     recorder: recorder of all finished steps.
     tuning: the tuner of knobs on `auto`.
     link: the link to the daemon; None without one.
-    applied_at: list of pairs (generation of knobs, first step with this generation), oldest first. Steps are numbered
-        as in the optimizer.
+    applied_at: list of pairs (generation of knobs, first step with this generation). Steps are numbered as in the
+        optimizer.
     """
 
     def __init__(self, optimizer: AdamW, model: torch.nn.Module | None, settings: AttachSettings) -> None:
@@ -65,23 +66,22 @@ class Attachment:
             self._close_conflicting(optimizer, settings.strict)
         optimizer.wait()  # a step that runs already is not recorded
         optimizer._follow_params()
-        self.applied_at: list[tuple[int, int]] = [(0, optimizer.num_steps + 1)]
+        self._applied = applied = AppliedKnobs(optimizer.num_steps + 1)
         self._optimizer = optimizer
         self._pid = os.getpid()
         self._said_goodbye = False
         """Whether the goodbye message was queued."""
-        self._decided: tuple[int, int] | None = None
-        """The last knobs committed by the daemon that were applied or refused: epoch (how often the daemon has lost its
-        state) and generation."""
         self.recorder = Recorder(optimizer)
-        self._messages = RankMessages(optimizer, self.recorder, self.run, self._ranks)
+        self._messages = RankMessages(optimizer, self.recorder, self._applied, self.run, self._ranks)
         self.tuning = Tuning(optimizer, self.recorder, self._ranks)
         self.link: AgentLink | None = None
         with ExitStack() as undo:
             with raise_on_all_ranks(self._ranks):
                 port = metrics_port_of_rank(settings.metrics_port)
                 bind = settings.metrics_bind
-                self._metrics = RankMetrics(optimizer, self.recorder, bind, port, settings.strict)
+                self._metrics = RankMetrics(
+                    optimizer, self.recorder, lambda: applied.generation, bind, port, settings.strict
+                )
                 undo.callback(self._stop)
                 self.metrics_address = f"{settings.advertise_host or bind}:{self._metrics.port}"
                 self.link = connect(settings, lambda: self._hello(settings.reset_knobs), self._messages, self.rank)
@@ -113,7 +113,12 @@ class Attachment:
     @property
     def generation(self) -> int:
         """Generation of the knobs in force; 0 for those that the optimizer was built with."""
-        return self._messages.generation
+        return self._applied.generation
+
+    @property
+    def applied_at(self) -> list[tuple[int, int]]:
+        """Pairs (generation of knobs, first step with this generation), oldest first."""
+        return self._applied.since
 
     @property
     def overhead(self) -> dict[str, float]:
@@ -156,7 +161,7 @@ class Attachment:
         if steps == self.recorder.number:
             return
         self._messages.renew_agent()
-        self.applied_at = [(self.generation, steps + 1)]
+        self._applied.restart(steps + 1)
         if self.link is None:
             self.recorder.count_from(steps)
         else:
@@ -262,14 +267,11 @@ class Attachment:
         committed: the newest committed knobs that this rank knows; None if it knows none.
         generation: the generation that all ranks agreed on.
         """
-        if committed is None or generation != committed.generation or committed.decision == self._decided:
+        if committed is None or generation != committed.generation or not self._applied.decide(committed):
             return
-        self._decided = committed.decision
         if committed.knobs != self._optimizer.knobs and not self._apply(committed):
             return
-        self._messages.generation = self._metrics.generation = generation
-        if (generation, next_step) != self.applied_at[-1]:
-            self.applied_at.append((generation, next_step))
+        self._applied.record(generation, next_step)
         if self.link is not None:
             self.link.applied(generation, next_step)
 

@@ -10,6 +10,7 @@ import uuid
 
 from pydantic import ValidationError
 
+from tidegate.agent.control.applied_knobs import AppliedKnobs
 from tidegate.agent.control.process_identity import this_host, this_process
 from tidegate.agent.control.rank_predictor import rank_predictor
 from tidegate.agent.optimizer.adamw import AdamW
@@ -28,10 +29,9 @@ log = logging.getLogger("tidegate")
 class RankMessages:
     """Builds the messages of one rank. It is the `ReportSource` of the link to the daemon."""
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, run: str, ranks: Ranks) -> None:
-        self.generation = 0
-        """Generation of knobs in force."""
-        self._optimizer, self._recorder = optimizer, recorder
+    def __init__(self, optimizer: AdamW, recorder: Recorder, applied: AppliedKnobs, run: str, ranks: Ranks) -> None:
+        """`applied`: the generation of knobs in force."""
+        self._optimizer, self._recorder, self._applied = optimizer, recorder, applied
         self._run, self._ranks = run, ranks
         self._started_at = time.time()
         self._agent = uuid.uuid4().hex
@@ -88,7 +88,7 @@ class RankMessages:
             timestamp=time.time(),
             step=recorder.totals.steps,
             phase=self._optimizer.phases.current,
-            generation=self.generation,
+            generation=self._applied.generation,
             effective=self._optimizer.effective_knobs(),
             rates=None if rates is None else self._rates_message(rates),
             evidence=predictor.evidence(self._registered_sizes),

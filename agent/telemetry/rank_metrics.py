@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -20,15 +21,24 @@ class RankMetrics:
     """Serves a rank's metrics until it is closed or garbage-collected. ConfigError when no port can be opened.
 
     port: port of /metrics.
-    generation: generation of the knobs in force; set from outside, when knobs are applied.
+    generation: function that returns the generation of the knobs in force.
     thread_failures: failures so far of the threads that communicate with the daemon; set from outside, between steps.
     overhead: CPU seconds so far by part: "exporter", "tuner" and "link" (the threads that communicate with the daemon).
         The values of "tuner" and "link" are set from outside, between steps.
     strict: if the port is taken, True raises ConfigError, and False uses a free port instead.
     """
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:
-        self.generation = self.thread_failures = 0
+    def __init__(
+        self,
+        optimizer: AdamW,
+        recorder: Recorder,
+        generation: Callable[[], int],
+        bind: str,
+        port: int,
+        strict: bool = True,
+    ) -> None:
+        self.thread_failures = 0
+        self._generation = generation
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
         self._exposition = Exposition(bool(recorder.path_names))
@@ -66,7 +76,7 @@ class RankMetrics:
         gpu = self._sampler.figures if self._sampler is not None else GpuFigures()
         capacities = self._recorder.path_capacities
         state = read_current_state(
-            self._optimizer, capacities, self.generation, self.overhead_seconds, gpu, self.thread_failures
+            self._optimizer, capacities, self._generation(), self.overhead_seconds, gpu, self.thread_failures
         )
         update_metrics(self._recorder.metrics, state)
 
