@@ -107,9 +107,10 @@ def fit(
         else _readable_ratio((free - may_stage * work.num_slots * largest) // largest, len(subgroups))
     )
     effective = EffectiveKnobs(OFF, ratio)
+    residents = steady_steps(rank, effective, share.card)[0].device_bytes()
     device = {
         **device,
-        "state": float(round(ratio * len(subgroups)) * largest) if ratio < 1 else float(total),
+        "state": float(residents),
         "slots": float(work.num_slots * largest) if may_stage and ratio < 1 else 0.0,
     }
     base = PlacementFit(
@@ -127,7 +128,8 @@ def _on_host(found: PlacementFit, share: NodeShare) -> PlacementFit:
     host = _host_bytes(found.rank, found.effective, share)
     if sum(host.values()) <= room:
         return replace(found, host=host)
-    stored = list(found.rank.subgroups[: round((1 - found.effective.static_ratio) * len(found.rank.subgroups))])
+    placements = steady_steps(found.rank, found.effective, share.card)[0].placements
+    stored = [s for s, p in zip(found.rank.subgroups, placements, strict=True) if p.after != "device"]
     if not machine.paths or not stored:
         return replace(found, host=host, shortages=(_host_shortage(host, room, machine),))
     capacity = _capacity(found.rank.subgroups[0], share)

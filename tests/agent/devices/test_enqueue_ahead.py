@@ -106,7 +106,7 @@ def test_residents_that_knobs_asked_for_and_that_no_step_needed_are_given_back()
         now = optimizer.knobs
         optimizer.apply_knobs(dataclasses.replace(now, static_ratio=1.0))
         assert fake.in_use_bytes() == before + 400 * 8
-        residents, slots = optimizer.engine.memory.state_bytes_on_device([("cpu", "host")] * 4)
+        residents, slots = optimizer.engine.memory.state_bytes_on_device(["cpu"] * 4, ["host"] * 4)
         assert (residents, slots) == (0, 0), "what was only asked for bars no other knobs"
         optimizer.apply_knobs(now)
         assert fake.in_use_bytes() == before
