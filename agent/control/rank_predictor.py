@@ -31,5 +31,5 @@ def rank_of(engine: Engine) -> Rank:
         gradient_order=engine.gradient_gates.order,
         step_at=engine.planner.step_at,
         path_speeds=engine.planner.path_speeds,
-        gradient_budget=engine.planner.gradient_budget if engine.gradients.mode == "release" else None,
+        gradient_budget=engine.planner.budget.gradients if engine.gradients.mode == "release" else None,
     )

@@ -16,11 +16,10 @@ from tidegate.agent.engine.buffers import HostBuffers
 from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
-from tidegate.errors import MemoryBudgetError, NoPathLeft
+from tidegate.errors import NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement
 from tidegate.plan.ops import D2H, H2D, BufferId, Processor, Residence, is_path
-from tidegate.plan.placement import place_subgroups
 from tidegate.plan.slot_sizes import device_slot_bytes, host_slot_bytes
 
 
@@ -47,7 +46,7 @@ class StateMemory:
         self.device = device
         self.store = store
         self.host_slots: list[torch.Tensor] = []
-        self._num_host_slots = sum((host_slots or {}).values())
+        self.num_host_slots = sum((host_slots or {}).values())
         self.layouts: list[Layout] = []
         self.residence: list[Residence] = []
         self.mirror_valid: list[bool] = []
@@ -155,7 +154,7 @@ class StateMemory:
                 self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._device_slot_bytes)))
-            while placed.uses_host_slot and len(self.host_slots) < self._num_host_slots:
+            while placed.uses_host_slot and len(self.host_slots) < self.num_host_slots:
                 self.host_slots.append(self.device.host_buffer(sum(self._host_slot_bytes)))
             if placed.after == "device" and s not in self._resident:
                 self._resident[s] = self.device.alloc(layout.numel * layout.format.state_bytes)
@@ -331,45 +330,7 @@ class StateMemory:
 
     def host_slot_bytes(self) -> int:
         """Bytes of all staging slots in host memory, which are allocated while state is on paths."""
-        return self._num_host_slots * sum(self._host_slot_bytes)
-
-    def check_host(self, cache_bytes: int) -> None:
-        """Raises MemoryBudgetError, with figures, if host slots and a host cache of `cache_bytes` do not fit in host
-        memory."""
-        needed = self.host_slot_bytes() + min(cache_bytes, sum(s.numel * s.format.state_bytes for s in self.layouts))
-        available = host_available_bytes() + sum(self.host_bytes().values())
-        if needed > available:
-            raise MemoryBudgetError(
-                f"host_cache={cache_bytes:,} bytes does not fit in host memory: with {self._num_host_slots} host slots "
-                f"{needed:,} bytes are needed, {available:,} are available. Lower host_cache, use smaller subgroups or "
-                "fewer host_slots.",
-                needed, available,
-            )  # fmt: skip
-
-    def check_fits(
-        self, stride: float | str, static_ratio: float, reserved_bytes: int, more: Sequence[Layout] = ()
-    ) -> None:
-        """Raises MemoryBudgetError, with figures, if slots and residents do not fit on the device with this stride and
-        this static ratio.
-
-        `reserved_bytes`: device memory for weights, gradients and headroom. `more`: subgroups to be added.
-        """
-        layouts = [*self.layouts, *more]
-        placed = place_subgroups(len(layouts), stride=stride, static_ratio=static_ratio)  # type: ignore[arg-type]
-        after = [lives for _, lives in placed]
-        residents, slots = self.state_bytes_on_device([processor for processor, _ in placed], after, more)
-        available = self.device.capacity_bytes - reserved_bytes
-        if residents + slots > available:
-            sizes = [s.numel * s.format.state_bytes for s in layouts]
-            share = max(0.0, (available - slots) / sum(sizes))
-            wanted = sum(size for size, lives in zip(sizes, after, strict=True) if lives == "device")
-            first = " Lower static_ratio with stride=off first, then set stride." if residents > wanted else ""
-            raise MemoryBudgetError(
-                f"static_ratio={static_ratio:g} does not fit the device: residents need {residents:,} bytes and "
-                f"{self._num_slots} slots {slots:,}, but {max(available, 0):,} of {self.device.capacity_bytes:,} bytes "
-                f"are left for state. static_ratio up to {share:.2f} fits.{first}",
-                residents + slots, available,
-            )  # fmt: skip
+        return self.num_host_slots * sum(self._host_slot_bytes)
 
     def close(self) -> None:
         """Frees all memory on the device and on the host."""

@@ -3,12 +3,12 @@ paths."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.memory_budget import MemoryBudget
 from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.parameters.subgroups import Layout
@@ -17,7 +17,7 @@ from tidegate.plan import Placement, Plan, make_plan, verify
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Processor, Residence, is_path
 from tidegate.plan.path_times import PathOpTimes
-from tidegate.plan.residency import GradientBudget, NextResidences, next_residences, placement, spilled_gradients
+from tidegate.plan.residency import NextResidences, next_residences, placement, spilled_gradients
 from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import PathSpeeds
 
@@ -38,7 +38,7 @@ class StepPlanner:
         self.subgroups = tuple(layout.subgroup() for layout in memory.layouts)
         self._memory, self._residences = memory, residences
         self._settings, self._host_slots = settings, host_slots
-        self._largest_gradient_bytes = _largest_gradient_bytes(memory.layouts)
+        self.budget = MemoryBudget(memory, settings)
         self._plans: dict[Hashable, Plan] = {}
         """Cache of plans. The key consists of the inputs of the planner, except for the expected order of gradients: a
         cached plan keeps the order that was expected when the plan was made."""
@@ -48,7 +48,6 @@ class StepPlanner:
     def extend(self, layouts: Sequence[Layout]) -> None:
         """Adds the subgroups of `layouts` to the plans that are made from now on, and empties the cache of plans."""
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
-        self._largest_gradient_bytes = max(self._largest_gradient_bytes, _largest_gradient_bytes(layouts))
         self._plans.clear()
 
     @property
@@ -86,7 +85,7 @@ class StepPlanner:
         after = [
             now if is_path(now) and then == "host" else then for now, then in zip(lives, decided.after, strict=True)
         ]
-        room_bytes = self._gradient_room(decided.processors, after)
+        room_bytes = self.budget.gradient_room(decided.processors, after)
         self._memory.stage(self._placements(decided.processors, after, room_bytes))
 
     def prepare(self, effective: EffectiveKnobs, gradient_order: tuple[int, ...] | None) -> tuple[Plan, int]:
@@ -100,7 +99,7 @@ class StepPlanner:
 
         def attempt() -> None:
             decided, order = self._next_residences(effective)
-            room_bytes = self._gradient_room(decided.processors, decided.after)
+            room_bytes = self.budget.gradient_room(decided.processors, decided.after)
             placements = self._placements(decided.processors, decided.after, room_bytes)
             self._memory.prepare(placements)
             plans.append((self._plan(placements, order, gradient_order), room_bytes))
@@ -114,17 +113,10 @@ class StepPlanner:
 
         headroom_bytes: device memory that the state must leave free.
         """
-        subgroups = [*self.subgroups, *(layout.subgroup() for layout in more)]
-        weights = sum(s.nbytes("weight") for s in subgroups)
-        if self._settings.gradients == "keep":
-            gradients = sum(s.nbytes("gradient") for s in subgroups)
-        else:
-            # Gradients are released as they arrive: a backward needs room for the gradient of the largest parameter.
-            gradients = max(self._largest_gradient_bytes, _largest_gradient_bytes(more))
-        self._memory.check_fits(effective.stride, effective.static_ratio, weights + gradients + headroom_bytes, more)
+        self.budget.check_device(effective, headroom_bytes, more)
         if self._residences is not None:
-            self._residences.check(subgroups, effective)
-            self._memory.check_host(effective.host_cache_bytes)
+            self._residences.check([*self.subgroups, *(layout.subgroup() for layout in more)], effective)
+            self.budget.check_host(effective.host_cache_bytes)
 
     def _next_residences(self, effective: EffectiveKnobs) -> tuple[NextResidences, StepOrder]:
         if self._residences is None:
@@ -139,23 +131,6 @@ class StepPlanner:
         spilled = spilled_gradients(self.subgroups, processors, before, after, room_bytes)
         rows = zip(processors, before, after, self._memory.mirror_valid, spilled, strict=True)
         return tuple(placement(*row[:3], mirror_valid=row[3], spilled=row[4], mode=mode) for row in rows)
-
-    def _gradient_room(self, processors: Sequence[Processor], after: Sequence[Residence]) -> int:
-        """Bytes of device memory that gradients may take until the update has used them. In mode `keep` this is the
-        size of all gradients, because the framework owns their memory. `placed`: processor and residence of each
-        subgroup."""
-        if self._settings.gradients == "keep":
-            return sum(s.nbytes("gradient") for s in self.subgroups)
-        weights = sum(s.nbytes("weight") for s in self.subgroups)
-        return self.gradient_budget.room_bytes(weights + sum(self._memory.state_bytes_on_device(processors, after)))
-
-    @property
-    def gradient_budget(self) -> GradientBudget:
-        """Limits of the device memory for released gradients."""
-        settings = self._settings
-        return GradientBudget(
-            self._memory.device.capacity_bytes - settings.headroom_bytes, settings.gradient_memory_bytes
-        )
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
         """Calls `attempt`, which places subgroups, and repeats the call when a path turns out to be full or unusable.
@@ -196,13 +171,3 @@ class StepPlanner:
                 self._plans.clear()
             self._plans[key] = plan
         return self._plans[key]
-
-
-def _largest_gradient_bytes(layouts: Iterable[Layout]) -> int:
-    """Bytes of the largest gradient of a parameter, in the dtype of the gradient. All subgroups of each parameter must
-    be among the layouts."""
-    nbytes = Counter[int]()
-    for layout in layouts:
-        for segment in layout.segments:
-            nbytes[segment.param] += segment.numel * layout.format.grad_bytes
-    return max(nbytes.values(), default=0)
