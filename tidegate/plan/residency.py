@@ -125,7 +125,7 @@ def _assign(stored: Sequence[int], split: Split, tier: TierState) -> TierState:
     """The state of the paths after the subgroups `stored` were divided among them, with as few moves as possible."""
     counts, usable = tier.counts, usable_split(split, tier.retired)
     proposed = divide(len(stored), usable, tier.speeds, capacity=tier.capacity, minimum=PROBE_SUBGROUPS)
-    if sum(counts.values()) == len(stored) and tier.split == split:
+    if counts and sum(counts.values()) == len(stored) and tier.split == split:
         if usable is None:
             better = rebalanced(counts, tier.speeds, capacity=tier.capacity, minimum=PROBE_SUBGROUPS)
             proposed = better or dict(counts)
