@@ -70,9 +70,7 @@ FEW, MANY = [1.0, 1.1, 1.2], [1 + 0.01 * n for n in range(20)]
         ([1.0], [2.0] * 20, 0.0, 0.01, "no clear difference"),
     ],
 )
-def test_what_is_clear(
-    before: list[float], after: list[float], least: float, error_rate: float, expected: str
-) -> None:
+def test_what_is_clear(before: list[float], after: list[float], least: float, error_rate: float, expected: str) -> None:
     assert compare(before, after).difference(least, error_rate) == expected
 
 

@@ -132,9 +132,7 @@ def interquartile_range(values: Sequence[float]) -> float:
     return high - low
 
 
-def compare_steps(
-    before: Sequence[StepOfAllRanks], after: Sequence[StepOfAllRanks]
-) -> tuple[Comparison, Comparison]:
+def compare_steps(before: Sequence[StepOfAllRanks], after: Sequence[StepOfAllRanks]) -> tuple[Comparison, Comparison]:
     """Compares whole steps, and their exposed parts, before and after the change; both sides need at least one step."""
     whole = compare([s.seconds for s in before], [s.seconds for s in after])
     return whole, compare([s.exposed_seconds for s in before], [s.exposed_seconds for s in after])

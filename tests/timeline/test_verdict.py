@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.timeline.verdict import UpdateFigures, verdict
+from tidegate.timeline.remedies import UpdateFigures
+from tidegate.timeline.verdict import main_wait, verdict
 
 TWO = EffectiveKnobs(2.0, 0.0)
 
@@ -56,8 +57,8 @@ def test_it_names_the_cause_and_the_knob(what: str, step: UpdateFigures, knobs: 
     ), "where no knob would help, none is named"
 
 
-def test_without_knobs_it_names_none() -> None:
-    assert verdict(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
+def test_the_main_wait_alone_names_no_knob() -> None:
+    assert main_wait(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
 
 
 @pytest.mark.parametrize(

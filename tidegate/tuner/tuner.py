@@ -142,7 +142,12 @@ class _Trial:
         if self.compared.difference(error_rate=ERROR_RATE) == "slower":
             return False
         decided = self.move.gain is None or self.changes >= TURNS
-        return -self.compared.shift_share >= PROVEN_GAIN if decided else None
+        return self.gain >= PROVEN_GAIN if decided else None
+
+    @property
+    def gain(self) -> float:
+        """The measured gain as a share of the update time."""
+        return -self.compared.shift_share
 
 
 class Tuner:
@@ -327,7 +332,7 @@ class Tuner:
     def _log_result(self, trial: _Trial, kept: bool) -> None:
         predicted = "a probe" if trial.move.gain is None else f"{trial.move.gain:+.1%} predicted"
         self.last_verdict = (
-            f"{difference(trial.old, trial.move.to)}: {-trial.compared.shift_share:+.1%} of the update measured, {predicted}; "
+            f"{difference(trial.old, trial.move.to)}: {trial.gain:+.1%} of the update measured, {predicted}; "
             f"{'kept' if kept else 'taken back'}."
         )
         log.info("tuner: %s", self.last_verdict)
