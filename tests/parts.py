@@ -15,7 +15,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "model": (
         "capacity/**/test_*.py", "simulator/**/test_*.py", "speeds/**/test_*.py", "tuner/**/test_*.py",
         "agent/calibration/**/test_*.py", "bench/test_papers.py", "bench/test_prediction.py", "bench/test_strides.py",
-        "cli/test_plan.py",
+        "cli/test_plan.py", "test_comparison.py",
     ),
     "kernels": ("kernels/**/test_*.py",),
     "engine": (

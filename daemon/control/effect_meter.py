@@ -37,7 +37,8 @@ class EffectMeter:
             self._events.publish_generation(run, measured)
             return
         before, after = effect.update_seconds_before, effect.update_seconds_after
-        text = f"update {before:.3f} s before, {after:.3f} s after (median of {effect.steps_after} steps)"
+        counted = f"median of {effect.steps_after} steps, {effect.difference}"
+        text = f"update {before:.3f} s before, {after:.3f} s after ({counted})"
         notes = (
             [] if committed.effect else [note(run.name, self._clock.wall(), "daemon", "effect", measured, effect=text)]
         )

@@ -1,29 +1,24 @@
 """Canary analysis: decides from measured steps whether a knob change on trial helps or harms. Pure functions.
 
-The steps with the change are compared with the steps before it. Step times have outliers and no normal distribution.
-So the size of the change is the Hodges-Lehmann shift (median of all differences, after minus before), and the
-Mann-Whitney rank test tells whether it could be chance. Both are computed for the whole step, which may become slower
-where knobs do not act directly, and for its exposed part, which Tidegate causes and which is far less noisy than the
-model's own computation.
+The steps with the change are compared with the steps before it (`tidegate/comparison.py`). The comparison is made for
+the whole step, which may become slower where knobs do not act directly, and for its exposed part, which Tidegate causes
+and which is far less noisy than the model's own computation.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Final
 
+from tidegate.comparison import Comparison, compare
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.canary import CanaryMeasure, CanaryState
 
 MIN_STEPS_BEFORE: Final = 5
 UNCOUNTED_STEPS: Final = 1
 """Number of steps left out at the beginning of a generation: the first step moves state, and is not representative."""
-SIGNIFICANT_SCORE: Final = 2.33
-"""Standard score (z) above which a difference is significant. If the change has no effect, the score is larger with a
-probability of 1 %."""
 EARLY_SHARE, EARLY_RATIO = 4, 1.5
 """Limits for ending a trial early. A trial ends when 1/`EARLY_SHARE` of its steps (at least 3) have run, and each of
 them took more than `EARLY_RATIO` times as long as the slowest step before the change."""
@@ -115,26 +110,20 @@ def judge(canary: Canary, after: Sequence[StepOfAllRanks]) -> Canary:
     )
     if not short and not early and len(seen) < canary.steps:
         return canary
-    measured = measure(canary.before, seen)
+    whole, exposed = compared = compare_steps(canary.before, seen)
+    measured = measure(canary.before, seen, compared)
+    least = canary.min_effect * whole.median_before
     # Variation of the model's own computation, for example on a shared machine, is no effect of knobs.
     spread = interquartile_range([s.seconds for s in canary.before])
-    least = max(canary.min_effect, spread / max(measured.step_seconds_before, 1e-9))
-    slower = _differs(measured.exposed_shift, measured.exposed_score, canary.min_effect) or _differs(
-        measured.step_shift, measured.step_score, least
-    )
-    faster = _differs(-measured.exposed_shift, -measured.exposed_score, canary.min_effect)
+    effect = exposed.difference(least)
+    slower = "slower" in (effect, whole.difference(max(least, spread)))
     details = f"{_in_words(measured)}; {_against_prediction(canary, measured)}"
     if short:
         return replace(canary, state="condemned", verdict=f"Harmful: {short}; {details}.", measured=measured)
     if early or slower:
         return replace(canary, state="condemned", verdict=f"Harmful: {details}.", measured=measured)
-    what = "Helpful" if faster else f"No change beyond {canary.min_effect:.0%}"
+    what = "Helpful" if effect == "faster" else f"No change beyond {canary.min_effect:.0%}"
     return replace(canary, state="promoted", verdict=f"{what}: {details}.", measured=measured)
-
-
-def _differs(shift: float, score: float, least: float) -> bool:
-    """Whether a shift is larger than `least` and significant."""
-    return shift > least and score > SIGNIFICANT_SCORE
 
 
 def interquartile_range(values: Sequence[float]) -> float:
@@ -143,39 +132,33 @@ def interquartile_range(values: Sequence[float]) -> float:
     return high - low
 
 
-def measure(before: Sequence[StepOfAllRanks], after: Sequence[StepOfAllRanks]) -> CanaryMeasure:
-    """Compares the steps before and after the change; both sides need at least one step."""
-    old, new = [s.seconds for s in before], [s.seconds for s in after]
-    old_exposed, new_exposed = [s.exposed_seconds for s in before], [s.exposed_seconds for s in after]
-    whole = max(median(old), 1e-9)
+def compare_steps(before: Sequence[StepOfAllRanks], after: Sequence[StepOfAllRanks]) -> tuple[Comparison, Comparison]:
+    """Compares whole steps, and their exposed parts, before and after the change; both sides need at least one step."""
+    whole = compare([s.seconds for s in before], [s.seconds for s in after])
+    return whole, compare([s.exposed_seconds for s in before], [s.exposed_seconds for s in after])
+
+
+def measure(
+    before: Sequence[StepOfAllRanks], after: Sequence[StepOfAllRanks], compared: tuple[Comparison, Comparison]
+) -> CanaryMeasure:
+    """The figures of a comparison by `compare_steps`, as a message."""
+    whole, exposed = compared
     shares = [s.free_share for s in after if s.free_share is not None]
     return CanaryMeasure(
         steps_before=len(before),
         steps_after=len(after),
-        step_seconds_before=median(old),
-        step_seconds_after=median(new),
-        exposed_seconds_before=median(old_exposed),
-        exposed_seconds_after=median(new_exposed),
+        step_seconds_before=whole.median_before,
+        step_seconds_after=whole.median_after,
+        exposed_seconds_before=exposed.median_before,
+        exposed_seconds_after=exposed.median_after,
         update_seconds_before=median(s.update_seconds for s in before),
         update_seconds_after=median(s.update_seconds for s in after),
-        step_shift=shift(old, new) / whole,
-        step_score=rank_score(old, new),
-        exposed_shift=shift(old_exposed, new_exposed) / whole,
-        exposed_score=rank_score(old_exposed, new_exposed),
+        step_shift=whole.shift_share,
+        step_score=whole.score,
+        exposed_shift=exposed.shift / max(whole.median_before, 1e-9),
+        exposed_score=exposed.score,
         headroom=min(shares, default=None),
     )
-
-
-def shift(old: Sequence[float], new: Sequence[float]) -> float:
-    """Hodges-Lehmann estimate of how much larger `new` is than `old`, in the unit of the values."""
-    return median(b - a for a in old for b in new)
-
-
-def rank_score(old: Sequence[float], new: Sequence[float]) -> float:
-    """Standard score of the Mann-Whitney U statistic; positive when `new` tends to be larger. Ties count half."""
-    wins = sum((b > a) + 0.5 * (b == a) for a in old for b in new)
-    pairs = len(old) * len(new)
-    return (wins - pairs / 2) / math.sqrt(pairs * (len(old) + len(new) + 1) / 12)
 
 
 def _in_words(m: CanaryMeasure) -> str:

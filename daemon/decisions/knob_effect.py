@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import median
 from typing import Final
 
+from tidegate.comparison import compare
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.knobs import MeasuredEffect
 
@@ -14,7 +14,7 @@ MIN_STEPS_AFTER: Final = 5
 
 
 def measure(steps: Iterable[StepFigures], applied: Mapping[int, int], generation: int) -> MeasuredEffect | None:
-    """Median update seconds of up to 20 steps before and 20 steps after the change to `generation`.
+    """Compares the update seconds of up to 20 steps before and 20 steps after the change to `generation`.
 
     None if no step is known from before the change, or fewer than 5 steps have run with `generation`. applied: the
     number of the first step with each generation, by generation. Only steps of `generation` and of the generation
@@ -30,9 +30,12 @@ def measure(steps: Iterable[StepFigures], applied: Mapping[int, int], generation
     after = [value for step, value in seconds if first <= step < end][:WINDOW_STEPS]
     if not before or len(after) < MIN_STEPS_AFTER:
         return None
+    found = compare(before, after)
     return MeasuredEffect(
         steps_before=len(before),
         steps_after=len(after),
-        update_seconds_before=median(before),
-        update_seconds_after=median(after),
+        update_seconds_before=found.median_before,
+        update_seconds_after=found.median_after,
+        update_shift=found.shift_share,
+        difference=found.difference(),
     )

@@ -70,6 +70,7 @@ def against(effect: MeasuredEffect, predicted: tuple[float, float] | None) -> st
     (seconds before, seconds after) is given."""
     before, after = effect.update_seconds_before, effect.update_seconds_after
     measured = f"update {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}"
+    measured += f", {effect.difference}" if effect.difference else ""
     counted = f"{effect.steps_after} steps after, {effect.steps_before} before"
     if predicted is None:
         return f"measured: {measured}; {counted}"

@@ -8,7 +8,9 @@ from itertools import pairwise
 from statistics import median
 
 from tidegate.dashboard.style import units
+from tidegate.timeline.remedies import UpdateFigures
 from tidegate.timeline.timeline import PHASES
+from tidegate.timeline.verdict import main_wait
 from tidegate.wire.base import Liveness
 from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
@@ -112,15 +114,12 @@ def verdict(run: RunView, figures: StepSummary, now: float) -> str:
         )
     if figures.steps == 0 or figures.update_share is None:
         return _without_figures(run)
-    done = f"Finished after {units.integer(run.step)} steps: the" if run.liveness == "finished" else "The"
-    tense = ("was", "waited") if run.liveness == "finished" else ("is", "waits")
-    share = f"{done} update {tense[0]} {units.share(figures.update_share)} of the step"
-    cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
-    if wait < 0.02:
-        return f"{share}; hardly anything held it up."
-    rest = sum(figures.stall_share.values()) - wait
-    more = f", {units.share(rest)} on the rest" if rest >= 0.05 else ""
-    return f"{share}; it {tense[1]} {units.share(wait)} of its time on {cause}{more}."
+    done = f"Finished after {units.integer(run.step)} steps: " if run.liveness == "finished" else ""
+    seconds = figures.phase_seconds.get("update", 0.0)
+    stalls = {cause: share * seconds for cause, share in figures.stall_share.items()}
+    waited = main_wait(UpdateFigures(step_seconds=figures.step_seconds, update_seconds=seconds, stalls=stalls))
+    sentence = f"{done}{waited}."
+    return sentence[0].upper() + sentence[1:]
 
 
 def _without_figures(run: RunView) -> str:

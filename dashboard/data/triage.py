@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.dashboard.data.step_stats import StepSummary, summarize
 from tidegate.dashboard.style import units
-from tidegate.timeline.timeline import DISPATCH
+from tidegate.timeline.remedies import NO_KNOB, remedy_for
 from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
@@ -25,6 +25,7 @@ LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 """Urgency of a task; lower is more urgent, and a fraction orders tasks of one kind. A rank is lost; an alert fires; the
 device memory is nearly full; a rank is late (stale; it usually comes back); a run waits for a large share of its steps;
 its update is a large share of the step."""
+LOOK: Final = "See what holds it up."
 RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
 """Time in seconds since the last message of a lost run after which no task (suggested action) is shown for it."""
@@ -103,8 +104,9 @@ def with_advice(found: Task, advice: Advice | None) -> Task | None:
     """The task with the model's advice added to its sentence, if the task suggests a change of knobs to shorten waiting
     or the update. Other tasks are returned unchanged.
 
-    If the model recommends no change: None for a task with `if_advised`; else the task points to the page Timeline.
-    advice: None if it is unknown. The task is then unchanged, or None if it has `if_advised`.
+    If the model recommends no change: None for a task with `if_advised`; else the task points to the page Timeline,
+    unless the model could not predict anything. advice: None if it is unknown. The task is then unchanged, or None if
+    it has `if_advised`.
     """
     if found.page != "tune" or found.urgency < WAITING:
         return found
@@ -112,9 +114,12 @@ def with_advice(found: Task, advice: Advice | None) -> Task | None:
         return replace(found, sentence=f"{found.sentence} {advice.sentence}")
     if found.if_advised:
         return None
-    if advice is None or advice.predicted_update_seconds_now is None:
+    if advice is None:
         return found
-    return replace(found, sentence=f"{found.sentence} {advice.sentence} See what holds it up.", page="timeline")
+    sentence = f"{found.sentence} {advice.sentence}"
+    if advice.predicted_update_seconds_now is None:
+        return replace(found, sentence=sentence)
+    return replace(found, sentence=f"{sentence} {LOOK}", page="timeline")
 
 
 def _silent(run: RunView, now: float) -> Task:
@@ -133,7 +138,7 @@ def _silent(run: RunView, now: float) -> Task:
 
 
 def _alert(alert: AlertView) -> str:
-    knob = f" Turn {alert.knob}." if alert.knob and alert.knob != "none" else ""
+    knob = f" Turn {alert.knob}." if alert.knob not in ("", NO_KNOB) else ""
     return f"{alert.summary.removeprefix(alert.run).lstrip(': ')}.{knob}".replace("..", ".")
 
 
@@ -144,7 +149,7 @@ def _full(run: RunView) -> Task | None:
             phase = max(peaks, key=lambda name: peaks[name])
             sentence = (
                 f"Device memory of rank {rank.rank} is full to {units.share(peaks[phase] / rank.device_memory_bytes)} "
-                f"in the {phase}: lower static_ratio."
+                f"in the {phase}: {remedy_for('device memory').words}."
             )
             return Task(run=run.run, urgency=FULL, sentence=sentence, page="tune")
     return None
@@ -158,10 +163,9 @@ def _slow(run: RunView) -> Task | None:
     if share < NOTEWORTHY_WAIT_SHARE:
         return _large(run, figures)
     sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
-    urgency = WAITING + 1 - share
-    if cause in ("collective", DISPATCH):
-        return Task(run=run.run, urgency=urgency, sentence=f"{sentence} See what holds it up.", page="timeline")
-    return Task(run=run.run, urgency=urgency, sentence=sentence, page="tune")
+    if remedy_for(cause).knob == NO_KNOB:
+        return Task(run=run.run, urgency=WAITING + 1 - share, sentence=f"{sentence} {LOOK}", page="timeline")
+    return Task(run=run.run, urgency=WAITING + 1 - share, sentence=sentence, page="tune")
 
 
 def _large(run: RunView, figures: StepSummary) -> Task | None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from tidegate.timeline.remedies import remedy_for
+from tidegate.timeline.timeline import STALL_CAUSES
+
 RANK: Final = {"run": "llama", "rank": "0", "host": "host-1", "device_kind": "emulated"}
 PLACE: Final = {"run": "llama", "host": "host-1", "device_kind": "emulated", "path": "nvme"}
 
@@ -38,8 +41,16 @@ def _update(seconds: float = 8) -> dict[str, str]:
     return {'tidegate_phase_seconds_sum{phase="update"}': f"0+{seconds}x400", "tidegate_steps_total": "0+1x400"}
 
 
+def _stalled(cause: str) -> str:
+    return f'tidegate_stall_seconds_total{{phase="update",cause="{cause}"}}'
+
+
 def _stall(cause: str, values: str) -> dict[str, str]:
-    return {**_update(), f'tidegate_stall_seconds_total{{phase="update",cause="{cause}"}}': values}
+    return {**_update(), _stalled(cause): values}
+
+
+_RECORDED: Final = ("h2d", "d2h", "cpu", "device", "dispatch")
+"""Causes that the recorded run has; it shares no path, and is the only rank."""
 
 
 _NVME_READ: Final = 'path="nvme",operation="read",phase="update"'
@@ -131,15 +142,19 @@ CASES: Final[tuple[Case, ...]] = (
         series=_stall("nvme:read", "0+4x400"),
         labels={**RANK, "cause": "nvme:read"},
         summary="llama rank 0: the update waits 50% of its time for nvme:read",
-        knob="tier_split",
+        knob=remedy_for("nvme:read").knob,
     ),
-    Case(
-        alert="TidegateUpdateStalled",
-        why="waiting for the link is another knob's business",
-        series=_stall("d2h", "0+6x400"),
-        labels={**RANK, "cause": "d2h"},
-        summary="llama rank 0: the update waits 75% of its time for d2h",
-        knob="stride",
+    *(
+        Case(
+            alert="TidegateUpdateStalled",
+            why=f"waiting for {cause} is the business of the knob that verdicts name",
+            series=_stall(cause, "0+6x400") if cause in _RECORDED else _update(),
+            beside={} if cause in _RECORDED else {_stalled(cause): "0+6x400"},
+            labels={**RANK, "cause": cause},
+            summary=f"llama rank 0: the update waits 75% of its time for {cause}",
+            knob=remedy_for(cause).knob,
+        )
+        for cause in STALL_CAUSES
     ),
     Case(
         alert="TidegateUpdateStalled",

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from tidegate.knobs.knobs import SPECS
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.timeline.verdict import UpdateFigures, verdict
+from tidegate.timeline.remedies import NO_KNOB, REMEDIES, UpdateFigures, remedy_for
+from tidegate.timeline.verdict import main_wait, verdict
 
 TWO = EffectiveKnobs(2.0, 0.0)
 
@@ -56,8 +58,29 @@ def test_it_names_the_cause_and_the_knob(what: str, step: UpdateFigures, knobs: 
     ), "where no knob would help, none is named"
 
 
-def test_without_knobs_it_names_none() -> None:
-    assert verdict(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
+@pytest.mark.parametrize(
+    ("cause", "knob"),
+    [
+        ("h2d", "stride"), ("d2h", "stride"), ("cpu", "stride"), ("device", "stride"), ("nvme:write", "tier_split"),
+        ("lock", "host_cache"), ("collective", NO_KNOB), ("dispatch", NO_KNOB), ("device memory", "static_ratio"),
+    ],
+)  # fmt: skip
+def test_the_knob_of_a_cause_is_known_without_figures(cause: str, knob: str) -> None:
+    found = remedy_for(cause)
+    assert found.knob == knob
+    assert bool(found.words) == (cause != "dispatch")
+
+
+def test_a_remedy_names_its_knob_and_no_other() -> None:
+    for remedy in REMEDIES:
+        assert remedy.knob in (*SPECS, NO_KNOB)
+        assert [name for name in SPECS if name in remedy.words.split(":")[0].replace("knobs.stride", "")] == (
+            [] if remedy.knob == NO_KNOB else [remedy.knob]
+        )
+
+
+def test_the_main_wait_alone_names_no_knob() -> None:
+    assert main_wait(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.table import Table
 from tidegate.knobs.kinds import show_size
 from tidegate.knobs.knobs import KnobValue, show
 from tidegate.terminal import say, visible
-from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, RankKnobs
+from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, MeasuredEffect, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.run import RankView, RunView
 
@@ -156,15 +156,20 @@ def _range(low: float | None, high: float | None) -> str:
 def print_generations(found: Iterable[GenerationView]) -> None:
     rows = []
     for made in found:
-        effect = made.measured_effect
-        measured = (
-            f"{_seconds(effect.update_seconds_before)} → {_seconds(effect.update_seconds_after)}" if effect else ""
-        )
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
         what = shown(made.changes) or shown(made.knobs)
         outcome = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
-        rows.append((str(made.generation), made.state, what, made.author, when, measured, outcome))
+        rows.append(
+            (str(made.generation), made.state, what, made.author, when, _measured(made.measured_effect), outcome)
+        )
     table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
+
+
+def _measured(effect: MeasuredEffect | None) -> str:
+    if effect is None:
+        return ""
+    seconds = f"{_seconds(effect.update_seconds_before)} → {_seconds(effect.update_seconds_after)}"
+    return f"{seconds} ({effect.difference})" if effect.difference else seconds
 
 
 def _trial(made: GenerationView) -> str:

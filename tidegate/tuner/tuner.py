@@ -17,6 +17,7 @@ from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
+from tidegate.comparison import Comparison, compare
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.speeds.live_rates import PERSISTENT_STEPS, WINDOW_STEPS, drifted
 
@@ -41,17 +42,23 @@ MINIMUM_GAIN: Final = 0.03
 """Smallest predicted gain of a move, as a share of the update time."""
 PROVEN_GAIN: Final = MINIMUM_GAIN / 2
 """Smallest measured gain with which new knobs are kept, as a share of the update time."""
+ERROR_RATE: Final = 1 / 20
+"""Largest probability of a result by chance alone with which it ends a trial early. It is larger than that of a canary,
+because each further turn costs time."""
 UNCOUNTED_STEPS: Final = 1
 """Steps after each change of knobs that are not counted, because state moves to its new residences."""
 BLOCK_STEPS: Final = 3
 """Number of steps with the new knobs in the first turn of a trial (old and new knobs take turns; after each change,
-UNCOUNTED_STEPS steps are left out). They are compared with as many steps of the old knobs just before the trial."""
+UNCOUNTED_STEPS steps are left out). Fewest steps of the old knobs before a trial."""
+OLD_STEPS: Final = 5
+"""Largest number of steps of the old knobs just before the trial with which the new knobs are compared. With five of
+them, one outlier in an extended turn does not hide a clear gain."""
 LONG_BLOCK_STEPS: Final = 6
 """Number of counted steps of each further turn, if the first turn gave no clear result. These turns are longer, because
 each change of knobs costs time."""
 TURNS: Final = 3
 """Largest number of turns of a trial: one turn with the new knobs, one with the old, and one with the new again. If the
-last turn gives no clear result, medians decide."""
+last turn gives no clear result, the measured shift decides."""
 REST_STEPS: Final = 50
 """Number of steps of the pause after a trial without a clear gain, for each change of knobs in the trial: after two
 changes the pause has twice as many steps."""
@@ -118,30 +125,29 @@ class _Trial:
         return self.runs
 
     @property
-    def is_clear(self) -> bool:
-        """Whether the trial shows a clear gain: every counted step with the new knobs was faster, by more than
-        PROVEN_GAIN, than every counted step with the old knobs. If the first turn was extended (twice as many steps),
-        one step with the new knobs may be slower.
+    def compared(self) -> Comparison:
+        """The comparison of the counted updates so far."""
+        return compare(self.times[False], self.times[True])
 
-        If old and new knobs are equally fast, the result is True by chance in 1 of 20 trials, and in 1 of 21 with an
-        extended turn.
-        """
-        slowest = sorted(self.times[True])[-2 if self.extended else -1]
-        return slowest < (1 - PROVEN_GAIN) * min(self.times[False])
+    @property
+    def is_clear(self) -> bool:
+        """Whether the trial shows a gain of more than PROVEN_GAIN that is hardly chance."""
+        found = self.compared
+        return found.difference(PROVEN_GAIN * found.median_before, ERROR_RATE) == "faster"
 
     def verdict(self) -> bool | None:
         """Whether the new knobs are kept; None if another turn is needed."""
         if self.is_clear:
             return True
-        if min(self.times[True]) > max(self.times[False]):
+        if self.compared.difference(error_rate=ERROR_RATE) == "slower":
             return False
         decided = self.move.gain is None or self.changes >= TURNS
         return self.gain >= PROVEN_GAIN if decided else None
 
     @property
     def gain(self) -> float:
-        """The measured gain as a share of the update time, by medians."""
-        return 1 - median(self.times[True]) / median(self.times[False])
+        """The measured gain as a share of the update time."""
+        return -self.compared.shift_share
 
 
 class Tuner:
@@ -276,9 +282,10 @@ class Tuner:
         ][::-1]
 
     def _before(self, now: EffectiveKnobs) -> list[float] | None:
-        """Seconds of the last BLOCK_STEPS updates under the knobs `now`; None while there are too few."""
-        times = self._under(now)
-        return times[-BLOCK_STEPS:] if len(times) >= UNCOUNTED_STEPS + BLOCK_STEPS else None
+        """Seconds of the last updates under the knobs `now`, at most OLD_STEPS; None if there are fewer than
+        BLOCK_STEPS."""
+        times = self._under(now)[UNCOUNTED_STEPS:][-OLD_STEPS:]
+        return times if len(times) >= BLOCK_STEPS else None
 
     def _continue_trial(self, trial: _Trial, now: EffectiveKnobs) -> EffectiveKnobs | None:
         """Continues the trial after a step. At the end of a turn, returns the knobs of the next turn; at the end of the

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tidegate.comparison import Difference
 from tidegate.knobs.knobs import KnobKind, KnobSpec
-from tidegate.wire.base import Count, KnobChanges, Label, Liveness, Message, Rank, RunName, Seconds, Text
+from tidegate.wire.base import Count, Finite, KnobChanges, Label, Liveness, Message, Rank, RunName, Seconds, Text
 from tidegate.wire.canary import CanaryRequest, CanaryView
 
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
@@ -48,12 +49,17 @@ class RankKnobs(Message):
 
 class MeasuredEffect(Message):
     """Measured effect of a generation: median update seconds of the steps before and after it, on the lead rank (the
-    lowest rank that is present)."""
+    lowest rank that is present), and their comparison. The version before did not store the comparison."""
 
     steps_before: Count
     steps_after: Count
     update_seconds_before: Seconds
     update_seconds_after: Seconds
+    update_shift: Finite | None = None
+    """Hodges-Lehmann estimate of the change, as a share of the median before. Positive: the update takes longer."""
+    difference: Difference | None = None
+    """Whether the update became faster or slower. A difference is clear if chance alone gives it at most once in a
+    hundred changes."""
 
 
 class GenerationView(Message):

@@ -43,21 +43,27 @@ SLOW, FAST = [2.0] * 6, [1.0] * 6
 @pytest.mark.parametrize(
     ("history", "applied", "expected"),
     [
-        (steps(*SLOW, *FAST), {0: 1, 1: 7}, (6, 6, 2.0, 1.0)),
+        (steps(*SLOW, *FAST), {0: 1, 1: 7}, (6, 6, 2.0, 1.0, -0.5, "faster")),
         (steps(*SLOW, *FAST[:4]), {0: 1, 1: 7}, None),
         (steps(*SLOW), {0: 1}, None),
         (steps(*FAST), {1: 1}, None),
-        (steps(9.0, *SLOW, *FAST), {0: 2, 1: 8}, (6, 6, 2.0, 1.0)),
-        (steps(*[9.0] * 30, *SLOW, *FAST), {0: 1, 1: 37}, (20, 6, 9.0, 1.0)),
-        (steps(*SLOW, *[1.0] * 40), {0: 1, 1: 7}, (6, 20, 2.0, 1.0)),
+        (steps(9.0, *SLOW, *FAST), {0: 2, 1: 8}, (6, 6, 2.0, 1.0, -0.5, "faster")),
+        (steps(*[9.0] * 30, *SLOW, *FAST), {0: 1, 1: 37}, (20, 6, 9.0, 1.0, -8 / 9, "faster")),
+        (steps(*SLOW, *[1.0] * 40), {0: 1, 1: 7}, (6, 20, 2.0, 1.0, -0.5, "faster")),
     ],
     ids=["both", "too few", "start", "nothing before", "an older generation", "at most 20", "at most 20 after"],
 )
 def test_measure(
-    history: list[StepFigures], applied: dict[int, int], expected: tuple[int, int, float, float] | None
+    history: list[StepFigures], applied: dict[int, int], expected: tuple[int, int, float, float, float, str] | None
 ) -> None:
     found = measure(history, applied, 1)
     assert (None if found is None else tuple(found.model_dump().values())) == expected
+
+
+def test_what_may_be_chance_is_no_clear_difference() -> None:
+    found = measure(steps(*[1.0, 1.2] * 10, *[1.2, 1.0] * 10), {0: 1, 1: 21}, 1)
+    assert found is not None
+    assert (found.update_shift, found.difference) == (pytest.approx(0), "no clear difference")
 
 
 def test_skipped_steps_do_not_count() -> None:

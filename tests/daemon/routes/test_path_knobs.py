@@ -162,6 +162,8 @@ def test_advice_is_for_pinned_knobs_too(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
     agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"tier_split": "pfs:1", "order": "pinned"})
     assert (client.advice(run).changes, client.advice(run).sentence[:15]) == ({}, "No prediction y")
+    agent.say(steps=(step_report(1, 1.0).model_copy(update={"verdict": "it waited; raise stride"}),))
+    assert client.advice(run).sentence.endswith(" The last step: it waited; raise stride.")
     agent.say(rates=STORED, effective=EFFECTIVE)
     seen = client.advice(run)
     assert seen.changes["tier_split"] == "auto"

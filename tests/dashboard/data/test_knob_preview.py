@@ -88,4 +88,6 @@ def test_an_effect_is_told_beside_its_prediction() -> None:
     measured = "measured: update 2.00 s → 1.00 s (\u221250 %)"
     counted = "8 steps after, 20 before"
     assert knob_preview.against(effect, None) == f"{measured}; {counted}"
+    clear = effect.model_copy(update={"update_shift": -0.5, "difference": "faster"})
+    assert knob_preview.against(clear, None) == f"{measured}, faster; {counted}"
     assert knob_preview.against(effect, (2.0, 0.5)) == f"{measured}; predicted: 2.00 s → 500 ms (\u221275 %); {counted}"

@@ -105,10 +105,12 @@ def test_pace_is_of_one_step_also_where_some_were_not_told() -> None:
 
 def test_the_verdict_says_what_the_update_waits_for() -> None:
     assert verdict(run_view(), summarize(STEPS), 100.0) == (
-        "The update is 42 % of the step; it waits 31 % of its time on h2d, 6 % on the rest."
+        "The update took 1.47 s, 42% of the step; it waited 31% of it for h2d."
     )
     calm = tuple(step.model_copy(update={"stalls": ()}) for step in STEPS)
-    assert verdict(run_view(), summarize(calm), 100.0) == "The update is 42 % of the step; hardly anything held it up."
+    assert verdict(run_view(), summarize(calm), 100.0) == (
+        "The update took 1.47 s, 42% of the step; hardly anything held it up."
+    )
     assert verdict(run_view(), summarize(()), 100.0) == "Waiting for the first step to finish."
     skipping = [step.model_copy(update={"skipped": True}) for step in STEPS[-12:]]
     assert verdict(run_view(), summarize([*STEPS, *skipping]), 100.0).startswith(
@@ -117,7 +119,7 @@ def test_the_verdict_says_what_the_update_waits_for() -> None:
     assert verdict(run_view("lost"), summarize(STEPS), 142.0) == "Lost: no word from rank 0 for 42 s."
     assert verdict(run_view("stale"), summarize(STEPS), 105.0) == "Late: no word from rank 0 for 5.0 s."
     assert verdict(run_view("finished"), summarize(STEPS), 1.0).startswith(
-        "Finished after 60 steps: the update was 42 %"
+        "Finished after 60 steps: the update took 1.47 s, 42% of the step"
     )
 
 

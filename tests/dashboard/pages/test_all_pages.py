@@ -38,7 +38,7 @@ def test_a_live_run_shows_every_family_of_its_screens(daemon: Daemon) -> None:
     Agent(daemon).train(30)
     app = page()
     shown = text(app)
-    assert "The update is 42 % of the step; it waits 31 % of its time on h2d" in shown
+    assert "of the step; it waited 31% of it for h2d" in shown
     for words in (
         "llama-7b live rank 0 of 1 · CUDA · gpu-1 · step 30",
         "pace 3.50 s/step",

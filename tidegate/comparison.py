@@ -1,0 +1,75 @@
+"""Comparison of times before and after a change: how much they differ, and whether the difference may be chance.
+
+Times of steps have outliers and no normal distribution. So the size of the difference is the Hodges-Lehmann shift (the
+median of all differences between a time after and a time before the change), and the Mann-Whitney rank test says how
+often chance alone gives such a difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist, median
+from typing import Final, Literal
+
+Difference = Literal["faster", "slower", "no clear difference"]
+ERROR_RATE: Final = 0.01
+"""Largest probability of a difference by chance alone with which it still counts as clear."""
+EXACT_PAIRS: Final = 64
+"""Largest number of pairs (a time before, a time after) for which the probability is counted exactly; with more pairs,
+the normal distribution is close enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Result of a comparison of times before and after a change, in the unit of the times.
+
+    shift: Hodges-Lehmann estimate of the difference, positive if the times after the change are longer. score: standard
+    score of the Mann-Whitney test, with the same sign. chance: probability that chance alone gives a score as far from
+    0, in this direction.
+    """
+
+    median_before: float
+    median_after: float
+    shift: float
+    score: float
+    chance: float
+
+    @property
+    def shift_share(self) -> float:
+        """The shift as a share of the median before the change."""
+        return self.shift / max(self.median_before, 1e-9)
+
+    def difference(self, least: float = 0.0, error_rate: float = ERROR_RATE) -> Difference:
+        """Whether the change made things faster or slower: by more than `least` (in the unit of the times), and with a
+        probability of at most `error_rate` by chance alone."""
+        if abs(self.shift) <= least or self.chance > error_rate:
+            return "no clear difference"
+        return "slower" if self.shift > 0 else "faster"
+
+
+def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
+    """Compares times before and after a change; both sides need at least one. Equal times count half for each side."""
+    differences = [new - old for old in before for new in after]
+    pairs, values = len(differences), len(before) + len(after)
+    longer = sum((d > 0) + 0.5 * (d == 0) for d in differences)
+    score = (longer - pairs / 2) / math.sqrt(pairs * (values + 1) / 12)
+    if pairs <= EXACT_PAIRS:
+        most = math.ceil(min(longer, pairs - longer))
+        orders = sum(_orders(len(before), len(after), count) for count in range(most + 1))
+        chance = orders / math.comb(values, len(before))
+    else:
+        chance = NormalDist().cdf(-abs(score))
+    return Comparison(median(before), median(after), median(differences), score, chance)
+
+
+@cache
+def _orders(before: int, after: int, longer: int) -> int:
+    """Number of orders of `before` and `after` different times in which, in exactly `longer` pairs, the time after the
+    change is the longer one."""
+    if not before or not after or longer < 0:
+        return int(longer == 0)
+    # The longest time of all is either one after the change, longer than all before it, or one before the change.
+    return _orders(before, after - 1, longer - before) + _orders(before - 1, after, longer)
