@@ -9,8 +9,7 @@ from typing import Any, Final
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
-from tidegate.timeline.remedies import UpdateFigures
-from tidegate.timeline.verdict import verdict
+from tidegate.timeline.verdict import UpdateFigures, verdict
 
 PREFIX: Final = "tidegate_"
 """Prefix of the names of Tidegate's figures in a framework's log."""

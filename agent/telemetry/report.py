@@ -13,9 +13,8 @@ from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline.remedies import UpdateFigures
 from tidegate.timeline.timeline import DISPATCH, Phase, PhaseSpan, Span
-from tidegate.timeline.verdict import SKIPPED, verdict
+from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
 from tidegate.wire.step import LinkRow, StallRow, StepReport
 
 

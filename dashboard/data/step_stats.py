@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import median
 
 from tidegate.dashboard.style import units
-from tidegate.timeline.remedies import UpdateFigures
 from tidegate.timeline.timeline import PHASES
-from tidegate.timeline.verdict import main_wait
+from tidegate.timeline.verdict import UpdateFigures
+from tidegate.timeline.verdict import verdict as verdict_on_update
 from tidegate.wire.base import Liveness
 from tidegate.wire.run import RunView
 from tidegate.wire.step import StepReport
@@ -114,12 +114,12 @@ def verdict(run: RunView, figures: StepSummary, now: float) -> str:
         )
     if figures.steps == 0 or figures.update_share is None:
         return _without_figures(run)
-    done = f"Finished after {units.integer(run.step)} steps: " if run.liveness == "finished" else ""
     seconds = figures.phase_seconds.get("update", 0.0)
     stalls = {cause: share * seconds for cause, share in figures.stall_share.items()}
-    waited = main_wait(UpdateFigures(step_seconds=figures.step_seconds, update_seconds=seconds, stalls=stalls))
-    sentence = f"{done}{waited}."
-    return sentence[0].upper() + sentence[1:]
+    said = verdict_on_update(UpdateFigures(step_seconds=figures.step_seconds, update_seconds=seconds, stalls=stalls))
+    if run.liveness == "finished":
+        return f"Finished after {units.integer(run.step)} steps: {said}."
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def _without_figures(run: RunView) -> str:

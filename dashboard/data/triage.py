@@ -9,7 +9,7 @@ from typing import Final
 
 from tidegate.dashboard.data.step_stats import StepSummary, summarize
 from tidegate.dashboard.style import units
-from tidegate.timeline.remedies import NO_KNOB, remedy_for
+from tidegate.timeline.verdict import NO_KNOB, remedy_for
 from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
 from tidegate.wire.run import RankView, RunView
@@ -110,16 +110,14 @@ def with_advice(found: Task, advice: Advice | None) -> Task | None:
     """
     if found.page != "tune" or found.urgency < WAITING:
         return found
-    if advice is not None and advice.changes:
-        return replace(found, sentence=f"{found.sentence} {advice.sentence}")
-    if found.if_advised:
+    if found.if_advised and not (advice and advice.changes):
         return None
     if advice is None:
         return found
-    sentence = f"{found.sentence} {advice.sentence}"
-    if advice.predicted_update_seconds_now is None:
-        return replace(found, sentence=sentence)
-    return replace(found, sentence=f"{sentence} {LOOK}", page="timeline")
+    told = f"{found.sentence} {advice.sentence}"
+    if advice.changes or advice.predicted_update_seconds_now is None:
+        return replace(found, sentence=told)
+    return replace(found, sentence=f"{told} {LOOK}", page="timeline")
 
 
 def _silent(run: RunView, now: float) -> Task:
@@ -162,10 +160,9 @@ def _slow(run: RunView) -> Task | None:
     share = wait * (figures.update_share or 0.0)
     if share < NOTEWORTHY_WAIT_SHARE:
         return _large(run, figures)
-    sentence = f"{units.share(share)} of each step is spent waiting for {cause}."
-    if remedy_for(cause).knob == NO_KNOB:
-        return Task(run=run.run, urgency=WAITING + 1 - share, sentence=f"{sentence} {LOOK}", page="timeline")
-    return Task(run=run.run, urgency=WAITING + 1 - share, sentence=sentence, page="tune")
+    look, page = (f" {LOOK}", "timeline") if remedy_for(cause).knob == NO_KNOB else ("", "tune")
+    sentence = f"{units.share(share)} of each step is spent waiting for {cause}.{look}"
+    return Task(run=run.run, urgency=WAITING + 1 - share, sentence=sentence, page=page)
 
 
 def _large(run: RunView, figures: StepSummary) -> Task | None:

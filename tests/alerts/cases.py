@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from tidegate.timeline.remedies import remedy_for
 from tidegate.timeline.timeline import STALL_CAUSES
+from tidegate.timeline.verdict import remedy_for
 
 RANK: Final = {"run": "llama", "rank": "0", "host": "host-1", "device_kind": "emulated"}
 PLACE: Final = {"run": "llama", "host": "host-1", "device_kind": "emulated", "path": "nvme"}

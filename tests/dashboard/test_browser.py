@@ -66,7 +66,7 @@ def test_the_first_screen_tells_the_essential(
 ) -> None:
     _, _, url = running
     with open_page(browser, f"{url}/run", dark=dark) as (page, errors):
-        expect(page.locator(".tg-verdict")).to_contain_text("The update is")
+        expect(page.locator(".tg-verdict")).to_contain_text("The update took")
         expect(page.locator(".tg-kpi").first).to_contain_text("/step")
         for part in ("table.tg", ".st-key-phase_history", ".st-key-stalls"):
             bottom = page.evaluate("name => document.querySelector(name).getBoundingClientRect().bottom", part)

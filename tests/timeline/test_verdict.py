@@ -8,8 +8,7 @@ import pytest
 
 from tidegate.knobs.knobs import SPECS
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.timeline.remedies import NO_KNOB, REMEDIES, UpdateFigures, remedy_for
-from tidegate.timeline.verdict import main_wait, verdict
+from tidegate.timeline.verdict import NO_KNOB, REMEDIES, UpdateFigures, remedy_for, verdict
 
 TWO = EffectiveKnobs(2.0, 0.0)
 
@@ -79,8 +78,8 @@ def test_a_remedy_names_its_knob_and_no_other() -> None:
         )
 
 
-def test_the_main_wait_alone_names_no_knob() -> None:
-    assert main_wait(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
+def test_without_knobs_it_names_none() -> None:
+    assert verdict(figures({"h2d": 0.4})) == "the update took 1 s, 25% of the step; it waited 40% of it for h2d"
 
 
 @pytest.mark.parametrize(

@@ -137,17 +137,13 @@ class _Trial:
 
     def verdict(self) -> bool | None:
         """Whether the new knobs are kept; None if another turn is needed."""
+        found = self.compared
         if self.is_clear:
             return True
-        if self.compared.difference(error_rate=ERROR_RATE) == "slower":
+        if found.difference(error_rate=ERROR_RATE) == "slower":
             return False
         decided = self.move.gain is None or self.changes >= TURNS
-        return self.gain >= PROVEN_GAIN if decided else None
-
-    @property
-    def gain(self) -> float:
-        """The measured gain as a share of the update time."""
-        return -self.compared.shift_share
+        return -found.shift_share >= PROVEN_GAIN if decided else None
 
 
 class Tuner:
@@ -332,8 +328,8 @@ class Tuner:
     def _log_result(self, trial: _Trial, kept: bool) -> None:
         predicted = "a probe" if trial.move.gain is None else f"{trial.move.gain:+.1%} predicted"
         self.last_verdict = (
-            f"{difference(trial.old, trial.move.to)}: {trial.gain:+.1%} of the update measured, {predicted}; "
-            f"{'kept' if kept else 'taken back'}."
+            f"{difference(trial.old, trial.move.to)}: {-trial.compared.shift_share:+.1%} of the update measured, "
+            f"{predicted}; {'kept' if kept else 'taken back'}."
         )
         log.info("tuner: %s", self.last_verdict)
 

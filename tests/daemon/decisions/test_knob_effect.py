@@ -9,6 +9,7 @@ from tidegate.daemon.control.liveness import liveness, of_run
 from tidegate.daemon.decisions.knob_effect import measure
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.wire.base import Liveness
+from tidegate.wire.knobs import MeasuredEffect
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,9 @@ def test_skipped_steps_do_not_count() -> None:
     found = measure(history, {0: 1, 1: 7}, 1)
     assert found is not None
     assert found.steps_after == 5
+
+
+def test_an_effect_that_the_version_before_stored_is_read() -> None:
+    stored = {"steps_before": 20, "steps_after": 20, "update_seconds_before": 2.0, "update_seconds_after": 1.0}
+    found = MeasuredEffect.model_validate(stored)
+    assert (found.update_seconds_after, found.update_shift, found.difference) == (1.0, None, None)
