@@ -22,7 +22,8 @@ from tests.hostile import hostile, plain, trickling
 from tidegate.client.daemon_client import MAX_BODY_BYTES, DaemonClient
 from tidegate.client.discovery import DEFAULT_URL, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
-from tidegate.wire.agent import Directive, Lease, ProcessId
+from tidegate.wire.agent import AgentReport, Directive, Lease, ProcessId
+from tidegate.wire.evidence import ModelEvidence
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
@@ -171,14 +172,15 @@ def test_odd_names_are_names(daemon: Daemon, name: str) -> None:
 
 
 class OlderDaemon(BaseHTTPRequestHandler):
-    """Knows no `process` and no `replaces`, and refuses what it does not know, as all of protocol 2 do."""
+    """Knows no `process`, no `replaces` and no `evidence`, and refuses what it does not know, as all of protocol 2
+    do."""
 
     heard: ClassVar[list[dict[str, Any]]] = []
 
     def do_POST(self) -> None:
         message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.heard.append(message)
-        new = sorted({"process", "replaces"} & message.keys())
+        new = sorted({"process", "replaces", "evidence"} & message.keys())
         problem = {"type": "invalid-message", "status": 422, "detail": f"The message is not valid: body.{new}."}
         lease = Lease(lease_seconds=10.0, directive=Directive(committed=0, committed_knobs={}))
         body = json.dumps(problem) if new else lease.model_dump_json()
@@ -198,12 +200,17 @@ def test_an_older_daemon_is_greeted_as_it_understands() -> None:
     try:
         with DaemonClient(f"http://127.0.0.1:{server.server_port}", "token") as client:
             assert client.hello(hello("llama", process=process)).lease_seconds == 10.0
+            evidence = ModelEvidence(backward_seconds=1.0)
+            report = AgentReport(timestamp=1.0, step=1, phase="other", generation=0, effective={}, evidence=evidence)
+            for _ in range(2):
+                assert client.report("a", report).lease_seconds == 10.0
     finally:
         server.shutdown()
         server.server_close()
-    first, second = OlderDaemon.heard
+    first, second, *reports = OlderDaemon.heard
     assert first["process"]["pid"] == 2
     assert first.keys() - second.keys() == {"process", "replaces"}
+    assert ["evidence" in sent for sent in reports] == [True, False, False], "it is asked once"
 
 
 def bomb(connection: socket.socket) -> None:

@@ -62,6 +62,7 @@ class DaemonClient:
     ) -> None:
         self.url = url.rstrip("/")
         self._transport = Transport(url, token, timeout, ca, max_answer_bytes)
+        self._sends_evidence = True
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +78,7 @@ class DaemonClient:
     def hello(self, message: AgentHello) -> Lease:
         """Registers an agent (Tidegate in the process of one rank). Returns for how long it counts as live without a
         report, and the knobs to use. RankTaken while another live agent holds the rank."""
+        self._sends_evidence = True  # the daemon may be a newer one than at the last registration
         try:
             return self._transport.ask(Lease, "POST", path_of("agents"), body=message)
         except DaemonError as error:
@@ -89,7 +91,17 @@ class DaemonClient:
 
     def report(self, agent: str, message: AgentReport) -> Lease:
         """Sends a report, which renews the lease. NotFound: the daemon does not know this agent; call `hello` again."""
-        return self._transport.ask(Lease, "POST", path_of("agents", agent, "reports"), body=_shrunk(message))
+        path = path_of("agents", agent, "reports")
+        if not self._sends_evidence:
+            message = message.model_copy(update={"evidence": None})
+        try:
+            return self._transport.ask(Lease, "POST", path, body=_shrunk(message))
+        except DaemonError as error:
+            if error.status != 422 or message.evidence is None:
+                raise
+            # A daemon of the version before refuses the field `evidence`.
+            self._sends_evidence = False
+            return self.report(agent, message)
 
     def directive(self, agent: str, after_committed: int, after_proposed: int | None, wait: float) -> Directive:
         """Long poll for the daemon's directive: the agreed knobs that the rank must use, and proposed knobs on which it
@@ -253,7 +265,7 @@ class DaemonClient:
 
 def _shrunk(report: AgentReport) -> str:
     """The report as JSON, at most MAX_BODY_BYTES if possible: first the timeline is left out, then older steps."""
-    text = report.model_dump_json()
+    text = report.model_dump_json(exclude={"evidence"} if report.evidence is None else None)
     if len(text) <= MAX_BODY_BYTES:
         return text
     if report.timeline is not None:
