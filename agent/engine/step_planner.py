@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from cachetools import LRUCache
+
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
@@ -40,8 +42,8 @@ class StepPlanner:
         self._memory, self._residences = memory, residences
         self._settings, self._host_slots = settings, host_slots
         self._largest_gradient_bytes = _largest_gradient_bytes(memory.layouts)
-        self._plans: dict[Hashable, Plan] = {}
-        """Cache of plans. The key consists of the inputs of the planner, except for the expected order of gradients: a
+        self._plans: LRUCache[Hashable, Plan] = LRUCache(MAX_PLANS)
+        """The key consists of the inputs of the planner, except for the expected order of gradients: a
         cached plan keeps the order that was expected when the plan was made."""
         self._step_delay = StepDelay()
         self._path_speeds = StablePathSpeeds()
@@ -201,8 +203,6 @@ class StepPlanner:
                 step_at=step_at,
             )  # fmt: skip
             verify(plan)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
             self._plans[key] = plan
         return self._plans[key]
 
