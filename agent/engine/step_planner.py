@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from cachetools import LRUCache
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
@@ -175,11 +175,8 @@ class StepPlanner:
 
         Raises CapacityError if the paths are too small, or the error of the last path.
         """
-        for _ in range(2 * len(self._host_slots)):  # each path may first be full, then fail
-            with suppress(PathFull, PathUnusable):
-                attempt()
-                return
-        attempt()
+        stop = stop_after_attempt(1 + 2 * len(self._host_slots))  # each path may first be full, then fail
+        Retrying(stop=stop, retry=retry_if_exception_type((PathFull, PathUnusable)), reraise=True)(attempt)
 
     def _plan(
         self, placements: tuple[Placement, ...], order: StepOrder, gradient_order: tuple[int, ...] | None
