@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 
 from tests.agent.telemetry.replay import Values, expected, recorded_steps, replay, values
+from tests.timeline.compute import compute_seconds
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.metrics.catalogue import BY_NAME, METRICS
 from tidegate.metrics.family import Metric
-from tidegate.timeline.stall_analysis import compute_seconds
 
 
 class Deaf(MetricStore):
