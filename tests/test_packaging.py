@@ -110,7 +110,11 @@ def requirements(wheel: Path, extra: str | None) -> set[str]:
 @pytest.mark.parametrize(
     ("extra", "has", "lacks"),
     [
-        (None, {"httpx", "pydantic", "rich", "typer", "tenacity"}, {"torch", "numpy", "fastapi", "streamlit"}),
+        (
+            None,
+            {"cachetools", "httpx", "pydantic", "rich", "typer", "tenacity"},
+            {"torch", "numpy", "fastapi", "streamlit"},
+        ),
         ("agent", {"torch", "numpy", "prometheus-client"}, {"streamlit", "fastapi", "tidegate"}),
         ("s3", {"obstore", "boto3"}, {"streamlit", "fastapi", "moto"}),
         ("daemon", {"fastapi", "sqlalchemy"}, {"torch", "streamlit", "tidegate"}),

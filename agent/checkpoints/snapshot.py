@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
+from tenacity import retry, retry_if_result, stop_after_attempt
 
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.disk_space import reserve
@@ -176,13 +177,14 @@ def run_transfer(begin: Callable[[], IoTicket]) -> IoTicket:
     return ticket
 
 
+@retry(
+    retry=retry_if_result(lambda ticket: ticket.error in TRANSIENT_ERRORS or ticket.checksum_mismatch),
+    stop=stop_after_attempt(ATTEMPTS),
+    retry_error_callback=lambda state: state.outcome.result(),  # type: ignore[union-attr]
+)
 def _retried(begin: Callable[[], IoTicket]) -> IoTicket:
     """Runs a transfer and returns its ticket. After a transient error or a checksum mismatch it is repeated, up to
     `ATTEMPTS` attempts in all; the last ticket is returned."""
-    for _ in range(ATTEMPTS - 1):
-        ticket = run_transfer(begin)
-        if ticket.ok or (ticket.error not in TRANSIENT_ERRORS and not ticket.checksum_mismatch):
-            return ticket
     return run_transfer(begin)
 
 

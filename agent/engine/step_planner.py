@@ -4,7 +4,9 @@ paths."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+
+from cachetools import LRUCache
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
@@ -39,8 +41,8 @@ class StepPlanner:
         self._memory, self._residences = memory, residences
         self._settings, self._host_slots = settings, host_slots
         self.budget = MemoryBudget(memory, settings)
-        self._plans: dict[Hashable, Plan] = {}
-        """Cache of plans. The key consists of the inputs of the planner, except for the expected order of gradients: a
+        self._plans: LRUCache[Hashable, Plan] = LRUCache(MAX_PLANS)
+        """The key consists of the inputs of the planner, except for the expected order of gradients: a
         cached plan keeps the order that was expected when the plan was made."""
         self._step_delay = StepDelay()
         self._path_speeds = StablePathSpeeds()
@@ -139,11 +141,8 @@ class StepPlanner:
 
         Raises CapacityError if the paths are too small, or the error of the last path.
         """
-        for _ in range(2 * len(self._host_slots)):  # each path may first be full, then fail
-            with suppress(PathFull, PathUnusable):
-                attempt()
-                return
-        attempt()
+        stop = stop_after_attempt(1 + 2 * len(self._host_slots))  # each path may first be full, then fail
+        Retrying(stop=stop, retry=retry_if_exception_type((PathFull, PathUnusable)), reraise=True)(attempt)
 
     def _plan(
         self, placements: tuple[Placement, ...], order: StepOrder, gradient_order: tuple[int, ...] | None
@@ -167,7 +166,5 @@ class StepPlanner:
                 step_at=step_at,
             )  # fmt: skip
             verify(plan)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
             self._plans[key] = plan
         return self._plans[key]

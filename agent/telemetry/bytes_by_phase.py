@@ -1,14 +1,31 @@
-"""Divides the bytes and seconds of transfers among the phases of a step, by the time in each phase."""
+"""Sums the bytes and seconds of transfers in each phase of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.tiers.transfers import Transfer
 from tidegate.timeline.stall_analysis import Interval, split_by_phase
 from tidegate.timeline.timeline import Phase, PhaseSpan
+
+Channel = tuple[str, str]
+"""Where transfers follow each other: lane of the link and content of the copy, or path and operation."""
+
+
+def start_of(move: tuple[Channel, Interval]) -> float:
+    """When a transfer began: the key with which transfers are sorted for `totals_by_phase`."""
+    return move[1].start
+
+
+class Moved(Interval, Protocol):
+    """A transfer: an interval with its bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -17,6 +34,41 @@ class TransferTotal:
 
     nbytes: int = 0
     seconds: float = 0.0
+
+
+def totals_by_phase(
+    moves: Iterable[tuple[Channel, Moved]], phases: Sequence[PhaseSpan]
+) -> Mapping[tuple[Channel, Phase], TransferTotal]:
+    """The bytes and busy seconds of each channel in each phase. A transfer that crosses a phase boundary is divided in
+    proportion to the time.
+
+    Where two transfers of one channel overlap, the common time is counted once, for the transfer that began first. The
+    bytes of each transfer are divided over its whole duration. This function runs after every training step and must be
+    fast: transfers of one channel must be in the order in which they began.
+    """
+    totals: defaultdict[tuple[Channel, Phase], TransferTotal] = defaultdict(TransferTotal)
+    busy_until: dict[Channel, float] = {}
+    starts = [phase.start for phase in phases]
+    at, low, high = phases[0].phase, phases[0].start, phases[0].end
+    for channel, move in moves:
+        start, end = move.start, move.end
+        began = busy_until.get(channel, start)
+        began = began if began > start else start
+        ended = busy_until[channel] = end if end > began else began
+        if not (low <= start < high and end <= high):
+            # Rare: nearly every transfer lies in the same phase as the one before it.
+            phase = phases[max(0, bisect_right(starts, start) - 1)]
+            if start < phase.start or end > phase.end:
+                for name, nbytes, _ in divide_by_phase(move, move.nbytes, phases):
+                    totals[channel, name].nbytes += nbytes
+                for name, _, seconds in divide_by_phase(DoneEvent(began, ended), 0, phases):
+                    totals[channel, name].seconds += seconds
+                continue
+            at, low, high = phase.phase, phase.start, phase.end
+        total = totals[channel, at]
+        total.nbytes += move.nbytes
+        total.seconds += ended - began
+    return totals
 
 
 def divide_by_phase(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) -> Iterator[tuple[Phase, int, float]]:
@@ -29,26 +81,3 @@ def divide_by_phase(span: Interval, nbytes: int, phases: Sequence[PhaseSpan]) ->
         part = left if i == len(shares) - 1 else round(nbytes * share)
         left -= part
         yield phase, part, (span.end - span.start) * share
-
-
-def transfers_by_phase(
-    moves: Iterable[tuple[str, Transfer]], phases: Sequence[PhaseSpan]
-) -> Iterator[tuple[str, Phase, int, float]]:
-    """Divides the transfers of one path at phase boundaries. `moves`: operation (read or write) and transfer. Yields
-    operation, phase, bytes and busy seconds of each part.
-
-    Where two transfers of one operation overlap, the common time is counted once, for the transfer that began first.
-    The bytes of each transfer are divided over its whole duration.
-    """
-    busy_until: dict[str, float] = {}
-    for operation, transfer in sorted(moves, key=lambda move: move[1].start):
-        start = max(transfer.start, busy_until.get(operation, transfer.start))
-        end = busy_until[operation] = max(start, transfer.end)
-        if start == transfer.start:
-            for phase, nbytes, seconds in divide_by_phase(transfer, transfer.nbytes, phases):
-                yield operation, phase, nbytes, seconds
-            continue
-        for phase, nbytes, _ in divide_by_phase(transfer, transfer.nbytes, phases):
-            yield operation, phase, nbytes, 0.0
-        for phase, _, seconds in divide_by_phase(DoneEvent(start, end), 0, phases):
-            yield operation, phase, 0, seconds

@@ -1,25 +1,21 @@
-"""Statistics of storage paths: sampled when a step ends, converted to rows of reports on demand."""
+"""Statistics of storage paths, sampled when a step ends."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 from tidegate.agent.engine.residency import Residences
-from tidegate.agent.telemetry.bytes_by_phase import TransferTotal, transfers_by_phase
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
-from tidegate.plan.tier_split import PathSpeeds
-from tidegate.timeline.timeline import PhaseSpan
 from tidegate.wire.evidence import MAX_SUBGROUPS
-from tidegate.wire.step import PathOperation, PathRow, PathState
 
 log = logging.getLogger("tidegate")
 
@@ -35,21 +31,19 @@ MIN_WRITE_RATE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PathSample:
-    """Sample of one path at the end of a step: its transfers since the last sample, and its totals since the run
-    began."""
+    """Sample of one path at the end of a step: its transfers since the last sample (`moves`), and the fields of the
+    message `PathState`, which is made of it later."""
 
-    name: str
+    path: str
     moves: tuple[tuple[str, Transfer], ...]
     free_bytes: int | None
-    """Free bytes at the end of the step; None for a path without a known limit."""
-    nbytes: Mapping[str, int]
+    bytes: Mapping[str, int]
     lock_wait_seconds: Mapping[str, float]
     errors: Mapping[str, int]
-    ceilings: PathSpeeds
+    ceiling_bytes_per_second: Mapping[str, float]
     written_bytes_per_day: float | None
     retired: bool = False
     capacity_subgroups: int | None = None
-    """Number of subgroups that the path can hold; None for a path without a known limit."""
 
 
 class WriteRate:
@@ -107,17 +101,17 @@ class PathSampler:
         return tuple(self._sample(name, path, now) for name, path in self._store.paths.items())
 
     def _sample(self, name: str, path: StoragePath | ObjectPath, now: float) -> PathSample:
-        counters = path.counters
+        counters, ceiling = path.counters, self._store.ceilings[name]
         write_rate = self._write_rates.get(name)
         moves = tuple(counters.moves.popleft() for _ in range(len(counters.moves)))
         return PathSample(
-            name=name,
+            path=name,
             moves=moves,
             free_bytes=_free_bytes(path),
-            nbytes=dict(counters.bytes),
+            bytes=dict(counters.bytes),
             lock_wait_seconds=dict(counters.lock_wait_seconds),
             errors=dict(counters.errors),
-            ceilings=self._store.ceilings[name],
+            ceiling_bytes_per_second={"read": ceiling.read_bytes_per_second, "write": ceiling.write_bytes_per_second},
             written_bytes_per_day=write_rate.per_day(now, counters.bytes["write"]) if write_rate is not None else None,
             retired=name in self._store.retired,
             capacity_subgroups=self._capacity_subgroups(name),
@@ -144,44 +138,3 @@ def _capacity_bytes(path: StoragePath | ObjectPath) -> int:
         return path.capacity_bytes or 0
     except OSError:
         return 0
-
-
-def path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
-    """Bytes and busy time by path, operation and phase. A transfer that crosses a phase boundary is divided in
-    proportion to the time.
-
-    If a lane has two transfers in progress at once, the time is counted once.
-    """
-    rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
-    for sample in samples:
-        for operation, phase, nbytes, seconds in transfers_by_phase(sample.moves, phases):
-            row = rows[sample.name, operation, phase]
-            row.nbytes += nbytes
-            row.seconds += seconds
-    return tuple(
-        PathRow(
-            path=path, operation=cast(PathOperation, operation), phase=phase, bytes=row.nbytes, busy_seconds=row.seconds
-        )
-        for (path, operation, phase), row in rows.items()
-    )
-
-
-def path_states(samples: Sequence[PathSample]) -> tuple[PathState, ...]:
-    """State of each path at the end of the step, for the report."""
-    return tuple(
-        PathState(
-            path=sample.name,
-            free_bytes=sample.free_bytes,
-            bytes=cast(dict[PathOperation, int], dict(sample.nbytes)),
-            lock_wait_seconds=cast(dict[PathOperation, float], dict(sample.lock_wait_seconds)),
-            errors=cast(dict[PathOperation, int], dict(sample.errors)),
-            ceiling_bytes_per_second={
-                "read": sample.ceilings.read_bytes_per_second,
-                "write": sample.ceilings.write_bytes_per_second,
-            },
-            written_bytes_per_day=sample.written_bytes_per_day,
-            retired=sample.retired,
-            capacity_subgroups=sample.capacity_subgroups,
-        )
-        for sample in samples
-    )

@@ -8,6 +8,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+from cachetools import LRUCache
 
 from tidegate.agent.calibration.saved_rate_card import saved_rate_card
 from tidegate.agent.engine.phases import StepPhases
@@ -19,7 +22,6 @@ from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.agent.telemetry.paths import PathSampler
 from tidegate.agent.telemetry.phase_forecast import PhaseForecast
-from tidegate.agent.telemetry.plan_cache import RecentPlans
 from tidegate.agent.telemetry.report import report_of
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.client.discovery import state_dir
@@ -43,14 +45,19 @@ them."""
 PREDICTION_SHARE = 1e-4
 """Largest share of time that the computation of predictions may take while the plan stays the same. For a plan of 100
 ops a prediction is computed every few seconds, for a larger plan less often."""
+RECENT_PLANS: Final = 2
+"""Number of plans that a recorder knows. Two, because updates with the knob `order=alternate` use two plans in turn."""
 
 
 @dataclass
-class _Prediction:
-    """Predicted seconds of the update with one plan. `refresh_at`: time on the monotonic clock, in seconds, from which
-    the prediction is computed again."""
+class _KnownPlan:
+    """A plan that ran recently, and what is computed once for it. `deps`: ids of the ops on which each op depends.
+    `predicted_seconds`: prediction of the update. `refresh_at`: time on the monotonic clock, in seconds, from which the
+    prediction is computed again."""
 
-    seconds: float | None = None
+    plan: Plan
+    deps: dict[int, tuple[int, ...]]
+    predicted_seconds: float | None = None
     refresh_at: float = 0.0
 
 
@@ -97,13 +104,12 @@ class Recorder:
         self.path_names = tuple(store.paths) if store is not None else ()
         step_metrics.initialize(self.metrics, self.path_names)
         self._residences = ("host", "device", *self.path_names)
-        self._unprocessed: deque[FinishedStep] = deque()
+        self._unprocessed: deque[tuple[FinishedStep, _KnownPlan]] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
         self._expected = PhaseForecast()
-        self._deps: RecentPlans[dict[int, tuple[int, ...]]] = RecentPlans()
-        """Dependencies of each plan's ops; used by the training thread only."""
-        self._predictions: RecentPlans[_Prediction] = RecentPlans()
-        """Predictions by plan; guarded by `lock`."""
+        self._plans: LRUCache[int, _KnownPlan] = LRUCache(RECENT_PLANS)
+        """Recent plans by identity, because comparing their content costs more than all that is kept for them. Used by
+        the training thread only; `lock` guards the predictions."""
         self.begin()
 
     def begin(self) -> None:
@@ -130,12 +136,13 @@ class Recorder:
         began = time.thread_time()
         self.steps += 1
         self.number += 1
-        deps = self._deps.get(result.plan)
-        new_plan = deps is None
-        if deps is None:
-            deps = self._deps.add(result.plan, {op.id: op.deps for op in result.plan.ops})
-        self.last_step = self._raw_step(result, phases, deps)
-        self._unprocessed.append(self.last_step)
+        plan = result.plan
+        new_plan = id(plan) not in self._plans
+        if new_plan:
+            self._plans[id(plan)] = _KnownPlan(plan, {op.id: op.deps for op in plan.ops})
+        known = self._plans[id(plan)]
+        self.last_step = self._raw_step(result, phases, known.deps)
+        self._unprocessed.append((self.last_step, known))
         if new_plan or len(self._unprocessed) >= MAX_UNPROCESSED_STEPS:
             self.catch_up()
         self.cpu_seconds += time.thread_time() - began + phases.clock_cpu_seconds
@@ -217,20 +224,18 @@ class Recorder:
         """Processes all recorded steps: computes their reports and metrics."""
         with self.lock:
             while self._unprocessed:
-                step = self._unprocessed.popleft()
+                step, known = self._unprocessed.popleft()
                 try:
-                    self._process(step)
+                    self._process(step, known)
                 except Exception:
                     # Readers still get the figures of the other steps.
                     log.exception("step %d could not be recorded", step.number)
 
-    def _process(self, step: FinishedStep) -> None:
-        """Computes the report of one step, and updates metrics, rates and prediction."""
-        result = step.result
-        # Predictions of other plans do not apply to this one.
-        prediction = self._predictions.get(result.plan) or self._predictions.add(result.plan, _Prediction())
-        report, totals = report_of(step), self._totals
-        error = step_metrics.add_step(self.metrics, step, report, self._expected.with_update(prediction.seconds))
+    def _process(self, step: FinishedStep, known: _KnownPlan) -> None:
+        """Computes the report of one step, and updates metrics, rates and the prediction of its plan."""
+        result, report, totals = step.result, report_of(step), self._totals
+        expected = self._expected.with_update(known.predicted_seconds)
+        error = step_metrics.add_step(self.metrics, step, report, expected)
         self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
@@ -242,28 +247,28 @@ class Recorder:
                 "the measured speed %s has changed over several steps: its earlier measurements are discarded", name,
                 extra=event("rate_drifted", rate=name),
             )  # fmt: skip
-        if not result.skipped and all(later.result.plan is not result.plan for later in self._unprocessed):
-            self._predict(result.plan, prediction)
-        totals.predicted_update_seconds = prediction.seconds
-        step_metrics.set_forecast(self.metrics, self._expected.with_update(totals.predicted_update_seconds))
+        if not result.skipped and all(later is not known for _, later in self._unprocessed):
+            self._predict(known)
+        totals.predicted_update_seconds = known.predicted_seconds
+        step_metrics.set_forecast(self.metrics, self._expected.with_update(known.predicted_seconds))
 
     def _live_rates(self) -> RateCard | None:
         card, store = self._live.card, self._optimizer.engine.store
         # Speeds of paths as used for the split: smoothed, and each direction as if the other were idle.
         return card if card is None or store is None else card.with_paths(store.speeds)
 
-    def _predict(self, plan: Plan, prediction: _Prediction) -> None:
-        """Predicts the seconds of the next update with this plan from the live rates, and stores them in `prediction`.
-        Does nothing before `prediction.refresh_at`."""
+    def _predict(self, known: _KnownPlan) -> None:
+        """Predicts the seconds of the next update with this plan from the live rates. Does nothing before
+        `known.refresh_at`."""
         began = time.monotonic()
-        if began < prediction.refresh_at or (rates := self._live_rates()) is None:
+        if began < known.refresh_at or (rates := self._live_rates()) is None:
             return
         try:
-            prediction.seconds = update_seconds(plan, rates, step_at=self._expected.seconds("backward"))
+            known.predicted_seconds = update_seconds(known.plan, rates, step_at=self._expected.seconds("backward"))
         except ConfigError:
             return  # a rate that this plan needs was not measured yet
         now = time.monotonic()
-        prediction.refresh_at = now + (now - began) / PREDICTION_SHARE
+        known.refresh_at = now + (now - began) / PREDICTION_SHARE
 
 
 def _ran(step: FinishedStep) -> StepTrace | None:

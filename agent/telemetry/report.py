@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import cast
 
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
-from tidegate.agent.telemetry.bytes_by_phase import TransferTotal, divide_by_phase
-from tidegate.agent.telemetry.paths import path_rows, path_states
+from tidegate.agent.telemetry.bytes_by_phase import start_of, totals_by_phase
+from tidegate.agent.telemetry.paths import PathSample
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
-from tidegate.timeline.timeline import DISPATCH, Phase, PhaseSpan, Span
+from tidegate.timeline.timeline import DISPATCH, PhaseSpan, Span
 from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
-from tidegate.wire.step import LinkRow, StallRow, StepReport
+from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport
 
 
 def report_of(step: FinishedStep) -> StepReport:
@@ -30,8 +30,8 @@ def report_of(step: FinishedStep) -> StepReport:
         stalls=_stall_rows(step),
         spill_seconds=max(0.0, max((span.end for span in result.spans), default=0.0) - phases.spans[-1].end),
         links=_link_rows(result.spans, phases.with_tail),
-        paths=path_rows(step.paths, phases.with_tail) if step.paths else (),
-        path_states=path_states(step.paths),
+        paths=_path_rows(step.paths, phases.with_tail) if step.paths else (),
+        path_states=tuple(PathState.model_validate(sample, from_attributes=True) for sample in step.paths),
         device_memory_peak_bytes=dict(phases.device_peak_bytes.items()),
         host_memory_bytes=step.host_bytes,
         cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
@@ -93,31 +93,26 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
     """Bytes and busy time of the link between host and device, by direction, phase and content (gradient, weight or
-    state). A copy that crosses a phase boundary is divided in proportion to the time."""
-    rows: defaultdict[tuple[str, str, str], TransferTotal] = defaultdict(TransferTotal)
-    starts = [phase.start for phase in phases]
-    at: Phase = "other"
-    low = high = 0.0
-    for span in spans:
-        lane, content, start, end = span.lane, span.content, span.start, span.end
-        if content is None or lane not in LINK_LANES:
-            continue
-        if not (low <= start < high and end <= high):
-            # Rare: nearly every span lies in the same phase as the span before it.
-            phase = phases[max(0, bisect_right(starts, start) - 1)]
-            if start < phase.start or end > phase.end:
-                for name, nbytes, seconds in divide_by_phase(span, span.nbytes, phases):
-                    row = rows[lane, name, content]
-                    row.nbytes += nbytes
-                    row.seconds += seconds
-                continue
-            at, low, high = phase.phase, phase.start, phase.end
-        row = rows[lane, at, content]
-        row.nbytes += span.nbytes
-        row.seconds += end - start
+    state)."""
+    copies = [((s.lane, s.content), s) for s in spans if s.content is not None and s.lane in LINK_LANES]
     return tuple(
-        LinkRow(direction=lane, phase=phase, content=content, bytes=row.nbytes, busy_seconds=row.seconds)
-        for (lane, phase, content), row in rows.items()
+        LinkRow(direction=lane, phase=phase, content=content, bytes=total.nbytes, busy_seconds=total.seconds)
+        for ((lane, content), phase), total in totals_by_phase(copies, phases).items()
+    )
+
+
+def _path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tuple[PathRow, ...]:
+    """Bytes and busy time by path, operation and phase."""
+    moves = [((sample.path, operation), transfer) for sample in samples for operation, transfer in sample.moves]
+    return tuple(
+        PathRow(
+            path=path,
+            operation=cast(PathOperation, operation),
+            phase=phase,
+            bytes=total.nbytes,
+            busy_seconds=total.seconds,
+        )
+        for ((path, operation), phase), total in totals_by_phase(sorted(moves, key=start_of), phases).items()
     )
 
 

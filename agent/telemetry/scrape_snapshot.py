@@ -4,14 +4,13 @@ has ended."""
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
 
 from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.telemetry.bytes_by_phase import transfers_by_phase
+from tidegate.agent.telemetry.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.agent.tiers.file_path import StoragePath
@@ -187,8 +186,7 @@ def _paths(metrics: MetricStore, current: CurrentState) -> None:
 def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
     """Sets the metrics of transfers in the step that is not recorded yet: ended transfers, and the time so far of
     running ones."""
-    moved: defaultdict[Labels, float] = defaultdict(float)
-    busy: defaultdict[Labels, float] = defaultdict(float)
+    moves: list[tuple[Channel, Transfer]] = []
     longest: dict[Labels, float] = {(path, op): 0.0 for path in current.paths for op in PATH_OPERATIONS}
     for path, path_state in current.paths.items():
         # In this order: a transfer that ends between the two reads is missed once, and never counted twice.
@@ -196,13 +194,11 @@ def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
         open_since = tuple(path_state.counters.under_way.values())
         for operation, since in open_since:
             longest[path, operation] = max(longest[path, operation], current.now - since)
-        for operation, phase, nbytes, seconds in transfers_by_phase(
-            [*ended, *_open(open_since, current.phases)], current.phases
-        ):
-            moved[path, operation, phase] += nbytes
-            busy[path, operation, phase] += seconds
-    metrics.set_pending("tidegate_path_bytes_total", moved)
-    metrics.set_pending("tidegate_path_busy_seconds_total", busy)
+        moves += [((path, operation), transfer) for operation, transfer in (*ended, *_open(open_since, current.phases))]
+    found = totals_by_phase(sorted(moves, key=start_of), current.phases)
+    totals = {(*channel, phase): total for (channel, phase), total in found.items()}
+    metrics.set_pending("tidegate_path_bytes_total", {labels: total.nbytes for labels, total in totals.items()})
+    metrics.set_pending("tidegate_path_busy_seconds_total", {labels: total.seconds for labels, total in totals.items()})
     metrics.set_series("tidegate_path_open_seconds", longest)
 
 

@@ -92,7 +92,7 @@ def _paths(metrics: MetricStore, samples: Sequence[PathSample], report: StepRepo
         for operation, transfer in sample.moves:
             if transfer.nbytes and transfer.is_whole:
                 metrics.observe(
-                    "tidegate_path_operation_seconds", transfer.end - transfer.start, sample.name, operation
+                    "tidegate_path_operation_seconds", transfer.end - transfer.start, sample.path, operation
                 )
     states = report.path_states
     free: dict[Labels, float] = {(s.path,): s.free_bytes for s in states if s.free_bytes is not None}

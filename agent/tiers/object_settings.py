@@ -14,7 +14,6 @@ from tidegate.knobs.setting_checks import check_number, check_text, check_whole
 _LEAST: Final = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0}
 """Minimum value of each integer setting of `ObjectSettings`, by name."""
 
-SCHEME: Final = "s3://"
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 

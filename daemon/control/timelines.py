@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
+
+from cachetools import FIFOCache
 
 from tidegate.wire.timeline import TimelineView
 
@@ -24,7 +25,7 @@ class Timelines:
 
     clock: Callable[[], float] = monotonic
     newest: TimelineView | None = None
-    _kept: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    _kept: FIFOCache[int, bytes] = field(default_factory=lambda: FIFOCache(TIMELINES_KEPT))
     _kept_at: float = float("-inf")
 
     @property
@@ -44,8 +45,6 @@ class Timelines:
         self._kept_at = now
         self._kept.pop(view.step, None)
         self._kept[view.step] = zlib.compress(view.model_dump_json().encode(), level=1)
-        while len(self._kept) > TIMELINES_KEPT:
-            self._kept.popitem(last=False)
 
     def at(self, step: int) -> TimelineView | None:
         """The timeline of a step; None if it is not kept."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
+
+from cachetools import LRUCache
 
 REFILL_SECONDS: Final = 3.0
 """Time in seconds in which the number of allowed failures in a token bucket grows by one, up to its maximum."""
@@ -33,7 +34,7 @@ class FailureLimiter:
     def __init__(self, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._allowed = allowed
         self._clock = clock
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._buckets: LRUCache[str, _Bucket] = LRUCache(MAX_KEYS)
 
     def count(self, *keys: str) -> int:
         """Counts one failure of every key. Returns the seconds to wait if a key has failed too often, else 0."""
@@ -42,9 +43,6 @@ class FailureLimiter:
     def _take(self, key: str) -> int:
         now = self._clock()
         bucket = self._buckets.setdefault(key, _Bucket(self._allowed, now))
-        self._buckets.move_to_end(key)
-        while len(self._buckets) > MAX_KEYS:
-            self._buckets.popitem(last=False)
         bucket.left = min(self._allowed, bucket.left + (now - bucket.at) / REFILL_SECONDS)
         bucket.at = now
         if bucket.left < 1:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-import time
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import OperationalError
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from tidegate.daemon.storage.row_reader import json_of, text_of
 
@@ -84,17 +84,13 @@ def _configure(synchronous: str, connection: Any, _: Any) -> None:
         connection.isolation_level = None  # else Python commits before DDL and begins too late: see `_begin`
 
 
+@retry(
+    retry=retry_if_exception_type(sqlite3.OperationalError), wait=wait_fixed(0.01), stop=stop_after_delay(BUSY_SECONDS),
+    reraise=True,
+)  # fmt: skip
 def _change_to_wal(connection: sqlite3.Connection) -> None:
     """Changes the database to WAL mode. Retries while another process does the same: SQLite itself does not wait."""
-    latest = time.monotonic() + BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if time.monotonic() > latest:
-                raise
-            time.sleep(0.01)
+    connection.execute("PRAGMA journal_mode=WAL")
 
 
 def _begin(timeout: LockTimeout, connection: Connection) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from typing import Final
+
+from cachetools import LRUCache
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.discovery import find_token
@@ -13,7 +14,7 @@ from tidegate.errors import DaemonError, NotAuthorized
 TIMEOUT_SECONDS: Final = 3.0
 CLIENTS_KEPT: Final = 8
 
-_clients: OrderedDict[tuple[str, str | None], DaemonClient] = OrderedDict()
+_clients: LRUCache[tuple[str, str | None], DaemonClient] = LRUCache(CLIENTS_KEPT)
 _lock = threading.Lock()
 
 
@@ -22,12 +23,9 @@ def shared_client(url: str) -> DaemonClient:
     when nobody uses it any more."""
     key = (url, find_token("read"))
     with _lock:
-        client = _clients.get(key) or DaemonClient(*key, timeout=TIMEOUT_SECONDS)
-        _clients[key] = client
-        _clients.move_to_end(key)
-        while len(_clients) > CLIENTS_KEPT:
-            _clients.popitem(last=False)
-    return client
+        if key not in _clients:
+            _clients[key] = DaemonClient(*key, timeout=TIMEOUT_SECONDS)
+        return _clients[key]
 
 
 def explain(error: DaemonError, url: str) -> str:

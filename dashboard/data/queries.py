@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
+
+from cachetools import LRUCache
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import read_cache
@@ -57,7 +58,7 @@ class SnapshotReading:
     problem: str | None = None
 
 
-_timelines: OrderedDict[tuple[str, str, int, str, int], TimelineView] = OrderedDict()
+_timelines: LRUCache[tuple[str, str, int, str, int], TimelineView] = LRUCache(TIMELINES_KEPT)
 """Timelines by daemon, run, rank, process of the rank, and step. The process is in the key, because a restarted run can
 have a different update with the same step number."""
 _lock = threading.Lock()
@@ -96,7 +97,6 @@ def timeline(url: str, run: str, rank: int, step: int) -> TimelineView | None:
     who = _process(url, run, rank)
     with _lock:
         if (seen := _timelines.get((url, run, rank, who, step))) is not None:
-            _timelines.move_to_end((url, run, rank, who, step))
             return seen
     try:
         found = shared_client(url).timeline(run, rank, step)
@@ -132,9 +132,6 @@ def fresh_knobs(url: str, run: str) -> tuple[KnobsView, tuple[GenerationView, ..
 def _remember(whose: tuple[str, str, int, str], found: TimelineView) -> None:
     with _lock:
         _timelines[*whose, found.step] = found
-        _timelines.move_to_end((*whose, found.step))
-        while len(_timelines) > TIMELINES_KEPT:
-            _timelines.popitem(last=False)
 
 
 def _whose(rank: RankView) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
+
+from cachetools import LRUCache
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import clients
@@ -46,14 +47,15 @@ class CachedQuery(Generic[T]):
     """
 
     def __init__(self, read: Callable[[DaemonClient, Any], T], seconds: float, most: int = MAX_KEPT) -> None:
-        self._read, self._seconds, self._most = read, seconds, most
+        self._read, self._seconds = read, seconds
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
+        self._entries: LRUCache[Hashable, _Entry[T]] = LRUCache(most)
         _KINDS.append(self)
 
     def get(self, url: str, key: Hashable = None) -> Reading[T]:
         """The value, read again if it is older than `seconds`; the last value with the problem if the read fails."""
-        entry = self._entry((url, key))
+        with self._lock:
+            entry = self._entries.setdefault((url, key), _Entry())
         if time.monotonic() < entry.until:
             return entry.reading
         with entry.lock:
@@ -77,14 +79,6 @@ class CachedQuery(Generic[T]):
     def forget(self) -> None:
         with self._lock:
             self._entries.clear()
-
-    def _entry(self, where: Hashable) -> _Entry[T]:
-        with self._lock:
-            entry = self._entries.setdefault(where, _Entry())
-            self._entries.move_to_end(where)
-            while len(self._entries) > self._most:
-                self._entries.popitem(last=False)
-        return entry
 
     def _fresh(self, url: str, key: Hashable, before: Reading[T]) -> Reading[T]:
         try:

@@ -10,15 +10,16 @@ import hashlib
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
+from cachetools import TLRUCache
+
 LIFE_SECONDS: Final = 12 * 3_600.0
 SESSIONS_KEPT: Final = 256
-"""Largest number of sessions in memory; the oldest is dropped first."""
+"""Largest number of sessions in memory; the least recently used is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,9 @@ class Session:
     ends_at: float
 
 
-_sessions: OrderedDict[str, Session] = OrderedDict()
+_sessions: TLRUCache[str, Session] = TLRUCache(
+    SESSIONS_KEPT, ttu=lambda _, session, __: session.ends_at, timer=lambda: time.time()
+)
 """Sessions by the digest of the cookie's value."""
 _lock = threading.Lock()
 
@@ -39,20 +42,13 @@ def begin(operate: str = "") -> str:
     value = secrets.token_urlsafe(32)
     with _lock:
         _sessions[_digest(value)] = Session(operate, time.time() + LIFE_SECONDS)
-        while len(_sessions) > SESSIONS_KEPT:
-            _sessions.popitem(last=False)
     return value
 
 
 def find(host: str, cookies: Mapping[str, str]) -> Session | None:
     """The session of a request with this Host header; None if there is none, or it has ended."""
-    key = _key(host, cookies)
     with _lock:
-        session = _sessions.get(key)
-        if session is not None and time.time() >= session.ends_at:
-            del _sessions[key]
-            return None
-    return session
+        return _sessions.get(_key(host, cookies))
 
 
 def make_read_only(host: str, cookies: Mapping[str, str]) -> None:

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.timeline.compute import compute_seconds
 from tidegate.kernels.arithmetic import stall_analysis
 from tidegate.plan import OpKind, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import path_lanes
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.timeline.stall_analysis import (
-    busy_by_lane,
     busy_seconds,
-    compute_seconds,
     critical_path,
     exposed_waits,
     split_by_phase,
@@ -93,7 +92,6 @@ def test_without_an_update_there_is_nothing_to_tell() -> None:
     assert exposed_waits(empty) == {}
     assert compute_seconds(empty) == 0.0
     assert critical_path(empty) == ()
-    assert busy_by_lane(empty, "update") == {}
 
 
 # Sixty-fourths add up without rounding, so that sums can be compared exactly.
@@ -179,8 +177,7 @@ def test_busy_counts_overlaps_once() -> None:
     found = timeline([(0, "h2d", 0, 4), (1, "h2d", 3, 6), (2, "d2h", -2, 1), (3, "d2h", 8, 12)])
     assert busy_seconds(found.spans) == 6 + 2 + 4
     assert busy_seconds([]) == 0.0
-    assert busy_by_lane(found) == {"h2d": 6.0, "d2h": 7.0}
-    assert busy_by_lane(found, "update") == {"h2d": 6.0, "d2h": 3.0}
+    assert busy_seconds(found.spans, (0.0, 10.0)) == 6 + 2
 
 
 STEP = (PhaseSpan("forward", 0, 4), PhaseSpan("backward", 4, 10), PhaseSpan("update", 12, 16), PhaseSpan("forward", 16, 20))  # fmt: skip  # noqa: E501

@@ -233,7 +233,10 @@ class DaemonClient:
 
     def events(self, run: str, last_event_id: int | None = None) -> Iterator[Event]:
         """The run's events as they occur, beginning with stored events after `last_event_id`. Ends when the daemon
-        closes the stream."""
+        closes the stream.
+
+        httpx-sse cannot read this stream: the client has no httpx response, and a line must have a largest length.
+        """
         headers = {"Last-Event-ID": str(last_event_id)} if last_event_id is not None else {}
         where = f"GET {path_of('runs', run, 'events')}"
         try:

@@ -43,13 +43,6 @@ def stride_from_ratio(ratio: float) -> float:
     return ratio + 1
 
 
-def ratio_from_stride(stride: float) -> float:
-    """The CPU-to-device ratio (DOS Eq. 1) for a stride (DOS Algorithm 1): the stride minus one."""
-    if not stride >= 1:
-        raise ConfigError(f"stride={stride!r} must be at least 1.")
-    return stride - 1
-
-
 def interleaved_seconds(cpu_params: float, staged_params: float, B: float, U_c: float, U_g: float) -> float:
     """The time of an update in seconds according to DOS Eq. 1: the time of the CPU or of the device, whichever is
     longer. With the ratio k of Eq. 1 both times are equal.

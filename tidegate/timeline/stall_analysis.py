@@ -53,24 +53,6 @@ def both_busy_seconds(spans: Iterable[Interval], others: Iterable[Interval]) -> 
     return max(0.0, busy_seconds(spans) + busy_seconds(others) - busy_seconds([*spans, *others]))
 
 
-def busy_by_lane(timeline: Timeline, phase: Phase | None = None) -> dict[str, float]:
-    """Busy seconds of each lane that has spans, in one phase, or in the whole step."""
-    window = timeline.window(phase) if phase is not None else None
-    if phase is not None and window is None:
-        return {}
-    by_lane: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        by_lane[span.lane].append(span)
-    return {lane: busy_seconds(spans, window) for lane, spans in sorted(by_lane.items())}
-
-
-def compute_seconds(timeline: Timeline) -> float:
-    """Seconds of the update in which the CPU or the device computes. Together with the stalls they are the wall time of
-    the update."""
-    window = timeline.window("update")
-    return busy_seconds(_compute(timeline), window) if window else 0.0
-
-
 def stalls(timeline: Timeline) -> tuple[Stall, ...]:
     """The stalls of the update: the time in which no compute op runs, attributed to causes, in order of time.
 
@@ -125,17 +107,13 @@ def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, f
     return {phase: part / covered for phase, part in seconds.items()}
 
 
-def _compute(timeline: Timeline) -> Iterator[Span]:
-    return (span for span in timeline.spans if span.lane in COMPUTE_LANES)
-
-
 def _pieces(timeline: Timeline) -> list[_Piece]:
     """The pieces of all stalls of the update. Gaps are in order of time; the pieces within a gap are in reverse
     order, from its end to its start. This function runs after every training step and must be fast."""
     window = timeline.window("update")
     if window is None:
         return []
-    compute = list(_compute(timeline))
+    compute = [span for span in timeline.spans if span.lane in COMPUTE_LANES]
     gaps = list(_gaps(union(compute, window), window))
     if not gaps:
         return []

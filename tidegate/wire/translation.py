@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tidegate.plan.ops import CONTENT_OF, OpKind
 from tidegate.timeline.timeline import PHASES, PhaseSpan, Span, Timeline
-from tidegate.wire.timeline import MAX_SPANS, PhaseRow, SpanRow, TimelineView
+from tidegate.wire.timeline import MAX_SPANS, TimelineView
 
 
 def as_timeline(view: TimelineView) -> Timeline:
@@ -35,29 +35,23 @@ def as_timeline(view: TimelineView) -> Timeline:
     )
 
 
-def as_view(timeline: Timeline) -> TimelineView:
-    """The timeline as a message, with the first MAX_SPANS spans and their dependencies."""
+def as_view(timeline: Timeline, zero: float = 0.0) -> TimelineView:
+    """The timeline as a message, with the first MAX_SPANS spans and their dependencies. `zero`: time of the timeline
+    that is second 0 of the message. pydantic validates dicts in one call, which takes half the time of creating an
+    object for each row."""
     sent = timeline.spans[:MAX_SPANS]
-    ops = {span.op for span in sent}
-    return TimelineView(
-        step=timeline.step,
-        source=timeline.source,
-        origin=timeline.origin,
-        phases=tuple(PhaseRow(phase=p.phase, start=p.start, end=p.end) for p in timeline.phases),
-        spans=tuple(
-            SpanRow(
-                op=s.op,
-                kind=s.kind,
-                lane=s.lane,
-                subgroup=s.subgroup,
-                start=s.start,
-                end=s.end,
-                nbytes=s.nbytes,
-                numel=s.numel,
-                slot=s.slot,
-            )
+    return TimelineView.model_validate({
+        "step": timeline.step,
+        "source": timeline.source,
+        "origin": timeline.origin + zero,
+        "phases": [{"phase": p.phase, "start": p.start - zero, "end": p.end - zero} for p in timeline.phases],
+        "spans": [
+            {
+                "op": s.op, "kind": s.kind, "lane": s.lane, "subgroup": s.subgroup, "start": s.start - zero,
+                "end": s.end - zero, "nbytes": s.nbytes, "numel": s.numel, "slot": s.slot,
+            }
             for s in sent
-        ),
-        num_spans=len(timeline.spans),
-        deps={op: deps for op, deps in timeline.deps.items() if op in ops and deps},
-    )
+        ],
+        "num_spans": len(timeline.spans),
+        "deps": {s.op: deps for s in sent if (deps := timeline.deps.get(s.op))},
+    })  # fmt: skip

@@ -14,10 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.agent.engine.virtual_clock import VirtualClock
 from tests.examples import examples
 from tests.services import ROOT, until
 from tidegate.agent.devices.base import DoneEvent, Event
-from tidegate.agent.engine.clock import MonotonicClock, VirtualClock
+from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor, StepSkipped
 from tidegate.agent.engine.interpreter_exit import stop_all
 from tidegate.agent.engine.plan_progress import IssuedOp

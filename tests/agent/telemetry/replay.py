@@ -30,7 +30,6 @@ from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.metrics.family import Metric
 from tidegate.plan import OpKind, Plan
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.timeline import PhaseSpan, Span
 
 FOLDER = Path(__file__).with_name("recorded")
@@ -102,8 +101,7 @@ def _finished(row: Mapping[str, Any]) -> FinishedStep:
 
 
 def _note(row: Mapping[str, Any]) -> PathSample:
-    ceilings = PathSpeeds(**row["ceilings"])
-    return PathSample(**{**row, "moves": _moves(row["moves"]), "ceilings": ceilings})
+    return PathSample(**{**row, "moves": _moves(row["moves"])})
 
 
 def _moves(rows: list[Any]) -> tuple[tuple[str, Transfer], ...]:

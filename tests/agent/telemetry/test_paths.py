@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from tests.agent.training import Training, batch
 from tests.services import program, until
 from tidegate.agent.checkpoints import snapshot
 from tidegate.agent.telemetry import paths as path_telemetry
-from tidegate.agent.telemetry.bytes_by_phase import divide_by_phase, transfers_by_phase
+from tidegate.agent.telemetry.bytes_by_phase import divide_by_phase, start_of, totals_by_phase
 from tidegate.agent.telemetry.paths import MIN_WRITE_RATE_SECONDS, WRITE_RATE_WINDOW_SECONDS, WriteRate
 from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import Transfer
@@ -333,19 +333,15 @@ def test_what_is_divided_adds_up() -> None:
 def test_time_of_transfers_that_overlap_counts_once_and_their_bytes_where_they_moved() -> None:
     phases = [PhaseSpan("backward", 0.0, 2.0), PhaseSpan("update", 2.0, 10.0)]
     moves = [
-        ("read", Transfer(0.5, 1.5, 10, 0.0)),
-        ("read", Transfer(0.0, 4.0, 100, 0.0)),
-        ("write", Transfer(1.0, 3.0, 8, 0.0)),
+        (("nvme", "read"), Transfer(0.5, 1.5, 10, 0.0)),
+        (("nvme", "read"), Transfer(0.0, 4.0, 100, 0.0)),
+        (("nvme", "write"), Transfer(1.0, 3.0, 8, 0.0)),
     ]
-    moved: Counter[tuple[str, str]] = Counter()
-    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for operation, phase, nbytes, seconds in transfers_by_phase(moves, phases):
-        moved[operation, phase] += nbytes
-        busy[operation, phase] += seconds
-    assert moved == {
+    found = totals_by_phase(sorted(moves, key=start_of), phases)
+    assert {(operation, phase): total.nbytes for ((_, operation), phase), total in found.items()} == {
         ("read", "backward"): 60, ("read", "update"): 50, ("write", "backward"): 4, ("write", "update"): 4,
     }  # fmt: skip
-    assert busy == {
+    assert {(operation, phase): total.seconds for ((_, operation), phase), total in found.items()} == {
         ("read", "backward"): 2.0, ("read", "update"): 2.0, ("write", "backward"): 1.0, ("write", "update"): 1.0,
     }  # fmt: skip
 

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 
 from tests.agent.telemetry.replay import Values, expected, recorded_steps, replay, values
+from tests.timeline.compute import compute_seconds
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.metrics.catalogue import BY_NAME, METRICS
 from tidegate.metrics.family import Metric
-from tidegate.timeline.stall_analysis import compute_seconds
 
 
 class Deaf(MetricStore):
@@ -87,8 +87,8 @@ def test_bytes_of_paths_are_those_of_the_transfers_and_busy_time_has_the_open_re
     for step in recorded_steps():
         for note in step.paths:
             for operation, moved in note.moves:
-                nbytes[f"operation={operation},path={note.name}"] += moved.nbytes
-                seconds[f"operation={operation},path={note.name}"] += moved.end - moved.start
+                nbytes[f"operation={operation},path={note.path}"] += moved.nbytes
+                seconds[f"operation={operation},path={note.path}"] += moved.end - moved.start
     assert len(nbytes) == 4
     open_read = said("tidegate_path_open_seconds")["tidegate_path_open_seconds{operation=read,path=nvme}"]
     assert open_read > 2.0

@@ -433,7 +433,7 @@ def test_an_object_that_is_not_what_was_written_is_never_used(
 
 
 def test_a_store_without_a_bound_has_no_figure_for_what_is_free(server: S3Server, tmp_path: Path) -> None:
-    from tidegate.agent.telemetry.paths import PathSampler, path_states
+    from tidegate.agent.telemetry.paths import PathSampler
 
     for bound, free in ((0, None), (8 * 45_056, 8 * 45_056 - 8 * 40_960)):
         with training(two(server, tmp_path, "figures", capacity_bytes=bound), tier_split="store:1") as pair:
@@ -441,7 +441,7 @@ def test_a_store_without_a_bound_has_no_figure_for_what_is_free(server: S3Server
             assert residences is not None
             watch = PathSampler(store_of(pair.optimizer), residences)
             train(pair, 0, 2)
-            states = {state.path: state for state in path_states(watch.sample())}
+            states = {sample.path: sample for sample in watch.sample()}
             assert states["store"].free_bytes == free
             assert states["dir"].free_bytes
             assert states["store"].written_bytes_per_day is None

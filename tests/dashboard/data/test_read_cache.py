@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from cachetools import LRUCache
 
 from tests.dashboard.scripted import Agent, Daemon
 from tidegate.client.daemon_client import DaemonClient
@@ -121,7 +122,7 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
 
 
 def test_one_client_for_each_daemon_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "CLIENTS_KEPT", 2)
+    monkeypatch.setattr(clients, "_clients", LRUCache(2))
     first = clients.shared_client("http://127.0.0.1:1")
     assert clients.shared_client("http://127.0.0.1:1") is first
     for port in (2, 3):

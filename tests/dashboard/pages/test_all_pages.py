@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cachetools import LRUCache
 
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, timeline
@@ -219,7 +220,7 @@ def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon, mon
 
 
 def test_of_timelines_the_ones_looked_at_last_are_kept(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
-    monkeypatch.setattr(queries, "TIMELINES_KEPT", 2)
+    monkeypatch.setattr(queries, "_timelines", LRUCache(2))
     agent = Agent(daemon)
     for step in (1, 2, 1, 3):
         if step > agent.step:
