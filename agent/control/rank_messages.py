@@ -12,7 +12,7 @@ from collections import Counter
 from pydantic import ValidationError
 
 from tidegate.agent.control.process_identity import this_host, this_process
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
@@ -26,7 +26,7 @@ log = logging.getLogger("tidegate")
 class RankMessages:
     """Builds the messages of one rank. It is the `ReportSource` of the link to the daemon."""
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, run: str, ranks: Ranks) -> None:
+    def __init__(self, optimizer: Optimizer, recorder: Recorder, run: str, ranks: Ranks) -> None:
         self.generation = 0
         """Generation of knobs in force."""
         self._optimizer, self._recorder = optimizer, recorder

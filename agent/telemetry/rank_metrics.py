@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.telemetry.exporter import Exporter
 from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures, GpuSampler
@@ -27,7 +27,7 @@ class RankMetrics:
     strict: if the port is taken, True raises ConfigError, and False uses a free port instead.
     """
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, recorder: Recorder, bind: str, port: int, strict: bool = True) -> None:
         self.generation = self.thread_failures = 0
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
@@ -76,7 +76,7 @@ class RankMetrics:
         self._exporter.close()
 
 
-def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
+def _sampler(optimizer: Optimizer, recorder: Recorder) -> GpuSampler | None:
     """A started GPU sampler; None for a device that is not a GPU."""
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     if optimizer.device.kind != "cuda" or device is None or device.type != "cuda":
