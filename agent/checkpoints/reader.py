@@ -51,7 +51,7 @@ class Reader:
             for segment in stored.segments:
                 self._parts[segment.param].append((i, segment))
         self._pool = IoPool(THREADS)
-        self._buffer = aligned_buffer(max((padded_bytes(h.data_bytes) for h in self._headers), default=PAGE_BYTES))
+        self._buffer = aligned_buffer(max([PAGE_BYTES, *(padded_bytes(h.data_bytes) for h in self._headers)]))
         self._read: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def __enter__(self) -> Self:

@@ -159,7 +159,7 @@ class StateCopies:
             if pending is None:
                 write_state(pool, StateInMemory(kind, self._run_id.bytes, step, weights, address, arrays), target)
             else:
-                copy = aligned_buffer(nbytes)
+                copy = aligned_buffer(max(nbytes, 1))
                 ctypes.memmove(copy.ctypes.data, address, nbytes)
                 state = StateInMemory(kind, self._run_id.bytes, step, weights, copy.ctypes.data, copy)
                 pending.append((state, target))
