@@ -30,7 +30,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from tidegate import kernels
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, scalars
+from tidegate.agent.devices.base import UpdateRun
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels.adamw import IMPLEMENTATION, native
+from tidegate.kernels.adamw.scalars import scalars
 
 BYTES_PER_PARAM = {"weight": 2, "remainder": 2, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}
 PEAK_BYTES_PER_PARAM = 56  # of all sides together
@@ -111,18 +114,21 @@ def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> d
     weight, remainder = master.bfloat16(), torch.zeros_like(master, dtype=torch.int16)
     exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     arrays = (weight, remainder, exp_avg, exp_avg_sq, grad)  # held by the closures
-    step = 0
+    step = 1
 
-    def addresses() -> tuple[int, int, WeightFormat, int, int, int, int, GradDtype]:
-        w, *others = (array.data_ptr() for array in arrays)
-        return (len(weight), w, WeightFormat.BF16_REMAINDER, *others, GradDtype.BF16)
+    def run() -> UpdateRun:
+        w, aux, *tensors, g = (array.data_ptr() for array in arrays)
+        values = scalars(LR, *BETAS, EPS, WEIGHT_DECAY, step)
+        return UpdateRun(
+            len(weight), w, WeightFormat.BF16_REMAINDER, aux, tuple(tensors), g, GradDtype.BF16, values, IMPLEMENTATION
+        )
 
     def update() -> None:
         nonlocal step
+        run().apply(pool)
         step += 1
-        kernels.adamw_update(pool, *addresses(), scalars(LR, *BETAS, EPS, WEIGHT_DECAY, step))
 
-    return {"tidegate": update, "stream": lambda: kernels.stream_like(pool, *addresses())}
+    return {"tidegate": update, "stream": lambda: native.stream_like(pool, run())}
 
 
 def interleaved(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, list[float]]:

@@ -25,8 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
-from tidegate.kernels.arithmetic import triton_adamw
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw import triton_adamw
+from tidegate.kernels.adamw.scalars import Arithmetic, scalars
+from tidegate.kernels.arithmetic import triton_kernels
 from tidegate.kernels.arithmetic.self_test import TrialGradient, TrialUpdate
 
 CAPABILITIES = (80, 90, 100, 120)
@@ -90,7 +92,7 @@ def compiling_for(capability: int) -> Iterator[None]:
         yield
     finally:
         driver._active, JITFunction.__getitem__ = before, launch
-        for kernel in (triton_adamw._adamw, triton_adamw._block_sums, triton_adamw._trees):
+        for kernel in (triton_adamw._adamw, triton_kernels._block_sums, triton_kernels._trees):
             kernel.device_caches.clear()
 
 
@@ -156,12 +158,12 @@ def update_of(
     decay = values.decay if arithmetic is Arithmetic.TORCH else 1e-4 if kind == "AdamW" else 0.0
     values = replace(values, arithmetic=arithmetic, decay=decay)
     aux = address if weight.aux_bytes else 0
-    return TrialUpdate(numel, address, weight, aux, address, address, address, grad, values)
+    return TrialUpdate(numel, address, weight, aux, (address, address), address, grad, values)
 
 
 def sum_of(grad: GradDtype, numel: int = 1000) -> None:
     sums, bad = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-    triton_adamw.sum_of_squares([TrialGradient(ADDRESS, numel, grad)], sums, bad)
+    triton_kernels.sum_of_squares([TrialGradient(ADDRESS, numel, grad)], sums, bad)
 
 
 @contextlib.contextmanager

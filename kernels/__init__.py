@@ -1,4 +1,5 @@
-"""The CPU kernels: Python API of the native code (AdamW update, sum of squares, accumulation, copies, checksums, I/O).
+"""The CPU kernels: Python API of the native code (sum of squares, accumulation, copies, checksums, I/O), and the
+implementations of update rules.
 
 Arrays are given by address and number of elements. The interpreter lock is released while native code runs, and
 results do not depend on the number of threads, the instruction set or the caller's floating-point mode. The sign and
@@ -7,35 +8,37 @@ payload of NaN results are not specified.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tidegate.kernels import _native
-from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
+from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 from tidegate.kernels.built_from import require_current_build
 from tidegate.kernels.io.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
+from tidegate.rules.rule import find
+
+if TYPE_CHECKING:
+    from tidegate.kernels.arithmetic.implementation import Implementation
 
 __all__ = [
     "ALIGNMENT",
-    "Arithmetic",
     "GradDtype",
     "IoPool",
     "IoTicket",
-    "Scalars",
     "ThreadPool",
     "WeightFormat",
     "accumulate",
-    "adamw_update",
     "aligned_buffer",
     "copy",
     "crc32c",
     "fill",
+    "implementation",
     "instruction_set",
     "instruction_sets",
     "num_blocks",
     "open_direct",
-    "scalars",
-    "stream_like",
     "sum_of_squares",
     "use_instruction_set",
 ]
@@ -72,46 +75,10 @@ class ThreadPool:
         self.close()
 
 
-def adamw_update(
-    pool: ThreadPool,
-    numel: int,
-    weight: int,
-    weight_format: WeightFormat,
-    aux: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    grad: int,
-    grad_dtype: GradDtype,
-    scalars: Scalars,
-) -> None:
-    """One AdamW (or Adam) update of `numel` elements, in place; equals `oracle.adamw_update` bit for bit.
-
-    weight, aux, exp_avg, exp_avg_sq, grad: addresses. aux: for a 16-bit weight, the address of its fp32 master, or of
-    the int16 remainder that together with a bf16 weight gives the master; 0 for fp32 weights.
-    """
-    native = pool._native
-    _native.adamw_update(
-        native, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype,
-        scalars.arithmetic, *scalars.as_tuple(),
-    )  # fmt: skip
-
-
-def stream_like(
-    pool: ThreadPool,
-    numel: int,
-    weight: int,
-    weight_format: WeightFormat,
-    aux: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    grad: int,
-    grad_dtype: GradDtype,
-) -> None:
-    """Memory bandwidth benchmark: reads and writes the same memory as `adamw_update`, without arithmetic.
-
-    The values do not change. Its time is the lower limit that the memory of this machine sets for the update.
-    """
-    _native.stream_like(pool._native, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype)
+def implementation(name: str) -> Implementation:
+    """How the update rule of this name computes. Raises ConfigError if there is no such rule."""
+    found: Implementation = importlib.import_module(f"{__name__}.{find(name).name}").IMPLEMENTATION
+    return found
 
 
 def sum_of_squares(pool: ThreadPool, address: int, numel: int, dtype: GradDtype) -> tuple[float, int]:

@@ -1,9 +1,9 @@
 """Tidegate: offloads optimizer state from the GPU to host memory and storage, shows the transfers while training runs,
 and lets the user tune them at run time.
 
-`AdamW` is the optimizer, and `Offload` has its settings. `attach`, `overlap_forward`, `overlap_ddp` and
-`enable_deepspeed` each switch on one feature, and return a handle whose `close()` switches it off.
-`find_checkpoints`, `find_sound_checkpoint` and `find_damaged_checkpoints` find checkpoints that
+`AdamW` is the optimizer, and `Offload` has its settings; `Optimizer` takes other update rules. `attach`,
+`overlap_forward`, `overlap_ddp` and `enable_deepspeed` each switch on one feature, and return a handle whose `close()`
+switches it off. `find_checkpoints`, `find_sound_checkpoint` and `find_damaged_checkpoints` find checkpoints that
 `AdamW.save_checkpoint` has written. All errors are subclasses of `TidegateError`.
 """
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tidegate.agent.optimizer.forward_overlap import overlap_forward as overlap_forward
     from tidegate.agent.optimizer.forward_overlap import wait as wait
     from tidegate.agent.optimizer.offload import Offload as Offload
+    from tidegate.agent.optimizer.optimizer import Optimizer as Optimizer
     from tidegate.agent.tiers.file_path import PathSettings as PathSettings
     from tidegate.agent.tiers.object_settings import ObjectSettings as ObjectSettings
     from tidegate.errors import BlockDamaged as BlockDamaged
@@ -94,6 +95,7 @@ _MODULES: Final = {
     "ForwardOverlap": "tidegate.agent.optimizer.forward_overlap",
     "ObjectSettings": "tidegate.agent.tiers.object_settings",
     "Offload": "tidegate.agent.optimizer.offload",
+    "Optimizer": "tidegate.agent.optimizer.optimizer",
     "PathSettings": "tidegate.agent.tiers.file_path",
     "PendingCheckpoint": "tidegate.agent.checkpoints.background",
     "attach": "tidegate.agent.control.attach",
@@ -118,6 +120,7 @@ __all__ = [
     "ForwardOverlap",
     "ObjectSettings",
     "Offload",
+    "Optimizer",
     "PathSettings",
     "PendingCheckpoint",
     "attach",

@@ -20,14 +20,16 @@ from tidegate.agent.devices.base import Copy, Device, GradRef, UpdateRun
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.state_file import StateKind, padded_bytes
-from tidegate.agent.tiers.tier_store import FORMAT_NUMBERS, UPDATE_RULE
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, aligned_buffer, fill, scalars
+from tidegate.agent.tiers.tier_store import FORMAT_NUMBERS
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, aligned_buffer, fill, implementation
 from tidegate.plan.ops import CPU, D2H, DEVICE, H2D, path_lanes
 
-BYTES_PER_PARAM: Final = (2, 2, 4, 4, 2)
-"""Bytes per parameter: weight, remainder, two moments, gradient."""
-STATE_BYTES: Final = 10
-"""Bytes per parameter of the stored state: remainder and two moments."""
+RULE: Final = implementation("adamw")
+"""The update rule that is measured, with bf16 weights and gradients."""
+BYTES_PER_PARAM: Final = (2, 2, *(tensor.nbytes for tensor in RULE.rule.tensors), 2)
+"""Bytes per parameter: weight, remainder, tensors of the update rule, gradient."""
+STATE_BYTES: Final = 2 + RULE.rule.bytes_per_param
+"""Bytes per parameter of the stored state: remainder and tensors of the update rule."""
 NORM: Final = "norm"
 """Name of the workload of gradient norms. It runs on the device's lane, with a rate of its own."""
 IN_FLIGHT: Final = 2
@@ -68,8 +70,8 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
         stack.callback(device.free, address)
         return address
 
-    weight, remainder, exp_avg, exp_avg_sq, grad = (alloc(nbytes * numel) for nbytes in BYTES_PER_PARAM)
-    _fill(device, (weight, remainder, exp_avg, exp_avg_sq, grad), numel)
+    arrays = [alloc(nbytes * numel) for nbytes in BYTES_PER_PARAM]
+    _fill(device, arrays, numel)
 
     def copies(lane: str) -> Load:
         host, there = device.host_buffer(piece_bytes), alloc(piece_bytes)
@@ -85,11 +87,11 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
         return Load(lane, partial(copy, piece_bytes), partial(copy, min(piece_bytes, SMALL)))
 
     def update(count: int) -> float:
-        device.update([_update_run(count, weight, remainder, exp_avg, exp_avg_sq, grad)]).wait()
+        device.update([_update_run(count, *arrays)]).wait()
         return float(count)
 
     def norm() -> float:
-        device.norms([GradRef(grad, numel, GradDtype.BF16)])[0].wait()
+        device.norms([GradRef(arrays[-1], numel, GradDtype.BF16)])[0].wait()
         return float(numel)
 
     updates = Load(DEVICE, partial(update, numel), partial(update, min(numel, SMALL)))
@@ -121,7 +123,7 @@ class _TestStates:
         self._numbers = range(2 * IN_FLIGHT)
         for number in self._numbers:
             path.make(
-                StateKind(UPDATE_RULE, 0, number, numel, FORMAT_NUMBERS[WeightFormat.BF16_REMAINDER], STATE_BYTES)
+                StateKind(RULE.rule.name, 0, number, numel, FORMAT_NUMBERS[WeightFormat.BF16_REMAINDER], STATE_BYTES)
             )
             path.write(number, self._address(number), 0)  # state that was never written would not be read
 
@@ -148,7 +150,7 @@ class _TestStates:
 
 
 def _fill(device: Device, addresses: Sequence[int], numel: int) -> None:
-    """Fills the device memory of weight, remainder, moments and gradient (at `addresses`, in this order) with normal
+    """Fills the device memory of the arrays of BYTES_PER_PARAM (at `addresses`, in the same order) with normal
     numbers. Otherwise a GPU might update denormal numbers, and the emulated device NaN."""
     for address, nbytes in zip(addresses, BYTES_PER_PARAM, strict=True):
         host = device.host_buffer(nbytes * numel)
@@ -156,6 +158,9 @@ def _fill(device: Device, addresses: Sequence[int], numel: int) -> None:
         device.copy(H2D, [Copy(address, host.data_ptr(), nbytes * numel)]).wait()
 
 
-def _update_run(numel: int, weight: int, aux: int, exp_avg: int, exp_avg_sq: int, grad: int) -> UpdateRun:
-    values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3)
-    return UpdateRun(numel, weight, WeightFormat.BF16_REMAINDER, aux, exp_avg, exp_avg_sq, grad, GradDtype.BF16, values)
+def _update_run(numel: int, weight: int, aux: int, *others: int) -> UpdateRun:
+    *tensors, grad = others
+    values = RULE.scalars(step=3, grad_scale=1.0, **RULE.rule.defaults)
+    return UpdateRun(
+        numel, weight, WeightFormat.BF16_REMAINDER, aux, tuple(tensors), grad, GradDtype.BF16, values, RULE
+    )

@@ -28,7 +28,7 @@ from tidegate.agent.checkpoints.reader import checkpoint_failed_on_error, read_h
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
-from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, padded_bytes
+from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, padded_bytes
 from tidegate.errors import (
     CheckpointFailed,
     CheckpointTaken,
@@ -127,8 +127,7 @@ def _check_part(checkpoint: Checkpoint) -> None:
         path = checkpoint.folder / stored.file
         header = read_header(path)
         header.check_run(bytes.fromhex(manifest.run_id), path)
-        kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
-        header.check_kind(kind, path)
+        header.check_kind(manifest.kind(index), path)
         header.check_step(stored.step, path)
         _check_blocks(path, header)
 

@@ -24,15 +24,20 @@ from tidegate.agent.checkpoints.manifest_schema import Fields, WrongManifestErro
 from tidegate.agent.checkpoints.saved_files import SavedFile
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.agent.tiers.plain_files import open_plain
+from tidegate.agent.tiers.state_file import StateKind
 from tidegate.errors import FileUnreadable, ManifestDamaged, NewerFormat
 from tidegate.kernels import WeightFormat
+from tidegate.rules.adamw import RULE as AdamW
+from tidegate.rules.rule import StateTensor, tensors_text
 
-VERSION: Final = 2
-"""Version of the manifest format. Later versions must keep the outer fields `checkpoint` and `crc32` (the checksum of
-the canonical text of `checkpoint`), or have no field `crc32`. So if a manifest has a higher version number and a wrong
-`crc32`, it is treated as damaged, not as written by a later version of Tidegate."""
+VERSION: Final = 3
+"""Version of the manifest format. A later version must either keep the outer fields, where `crc32` is the checksum of
+the canonical text of `checkpoint`, or have no field `crc32`. Therefore a manifest with a higher version number and a
+wrong `crc32` is treated as damaged."""
 VERSION_WITHOUT_FILES: Final = 1
 """Version of the format without the list of the user's files (`save_also`)."""
+VERSION_WITHOUT_TENSORS: Final = 2
+"""Last version of the format that does not list the state tensors: it was written for AdamW's state only."""
 MAX_MANIFEST_BYTES: Final = 1 << 30
 """Largest manifest that is read. The manifest of a million subgroups has a quarter of this size."""
 OPTIMIZER_FILE: Final = "optimizer.pt"
@@ -81,6 +86,8 @@ class Manifest:
     rank: int
     ranks: int
     rule: str
+    tensors: tuple[StateTensor, ...]
+    """State tensors of the update rule."""
     params: tuple[ParamForm, ...]
     subgroups: tuple[StoredSubgroup, ...]
     optimizer_crc: int
@@ -97,6 +104,12 @@ class Manifest:
         """Names of the files that Tidegate wrote to the rank's folder. All other files in this folder are the
         user's."""
         return frozenset((OPTIMIZER_FILE, *(stored.file for stored in self.subgroups)))
+
+    def kind(self, index: int) -> StateKind:
+        """Identity of the state in the file of one subgroup."""
+        one = self.subgroups[index]
+        tensors = tensors_text(self.tensors)
+        return StateKind(self.rule, self.rank, index, one.numel, one.weight_format, one.state_bytes, tensors)
 
     def pack(self) -> bytes:
         """The manifest as JSON with its checksum."""
@@ -143,14 +156,22 @@ class Manifest:
             rank=fields.number("rank", most=ranks - 1),
             ranks=ranks,
             rule=fields.text("rule", schema.RULE),
+            tensors=fields.each("tensors", _read_tensor) if version > VERSION_WITHOUT_TENSORS else AdamW.tensors,
             params=fields.each("params", _read_param),
             subgroups=fields.each("subgroups", _read_stored),
             optimizer_crc=fields.number("optimizer_crc", most=schema.MAX_CHECKSUM),
             files=fields.each("files", _read_saved) if version > VERSION_WITHOUT_FILES else None,
         )
+        tensor_bytes = sum(tensor.nbytes for tensor in manifest.tensors)
         for index, stored in enumerate(manifest.subgroups):
             schema.check_subgroup(
-                index, stored.file, stored.numel, stored.state_bytes, stored.weight_format, stored.segments
+                index,
+                stored.file,
+                stored.numel,
+                stored.state_bytes,
+                stored.weight_format,
+                stored.segments,
+                tensor_bytes,
             )
         segments = [segment for stored in manifest.subgroups for segment in stored.segments]
         schema.check_all_elements([param.shape for param in manifest.params], segments)
@@ -161,13 +182,17 @@ def _read_param(fields: Fields) -> ParamForm:
     return ParamForm(fields.text("dtype", schema.DTYPE), fields.numbers("shape"), fields.numbers("strides"))
 
 
+def _read_tensor(fields: Fields) -> StateTensor:
+    return StateTensor(fields.text("name", schema.TENSOR), fields.text("dtype", schema.TENSOR_DTYPE))
+
+
 def _read_stored(fields: Fields) -> StoredSubgroup:
     return StoredSubgroup(
         file=fields.path("file"),
         step=fields.number("step"),
         numel=fields.number("numel", 1),
         weight_format=fields.number("weight_format", most=len(WeightFormat) - 1),
-        state_bytes=fields.number("state_bytes", 1),
+        state_bytes=fields.number("state_bytes"),
         segments=fields.each("segments", schema.read_segment),
     )
 

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.kernels import WeightFormat
+from tidegate.rules.rule import DTYPE_BYTES
 
 T = TypeVar("T")
 
@@ -25,6 +26,8 @@ ATTEMPT: Final = re.compile(r"[0-9a-f]{1,32}")
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 RULE: Final = re.compile(r"[ -~]{1,16}")
 DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+TENSOR: Final = re.compile(r"[!-~]{1,64}")
+TENSOR_DTYPE: Final = re.compile("|".join(DTYPE_BYTES))
 SHA256: Final = re.compile(r"[0-9a-f]{64}")
 MAX_SHOWN_CHARACTERS: Final = 60
 """Maximum number of characters of a wrong value that an error shows."""
@@ -132,14 +135,17 @@ def is_below(path: str) -> bool:
     return usable and str(PurePosixPath(path)) == path
 
 
-def check_subgroup(index: int, file: str, numel: int, state_bytes: int, fmt: int, segments: Sequence[Segment]) -> None:
-    """Checks one subgroup of a manifest. File name and sizes must match its `index`, weight format (`fmt`) and number
-    of elements, and its segments must fill it without gaps. WrongManifestError otherwise."""
-    where, aux = f"subgroups[{index}]", list(WeightFormat)[fmt].aux_bytes
+def check_subgroup(
+    index: int, file: str, numel: int, state_bytes: int, fmt: int, segments: Sequence[Segment], tensor_bytes: int
+) -> None:
+    """Checks one subgroup of a manifest. File name and sizes must match its `index`, weight format (`fmt`), number of
+    elements and `tensor_bytes` (bytes per parameter of the rule's tensors), and its segments must fill it without gaps.
+    WrongManifestError otherwise."""
+    where, expected = f"subgroups[{index}]", tensor_bytes + list(WeightFormat)[fmt].aux_bytes
     if file != f"{index:06d}.tide":
         _raise_wrong(f"{where}.file", file, f"{index:06d}.tide")
-    if state_bytes != 8 + aux:
-        _raise_wrong(f"{where}.state_bytes", state_bytes, str(8 + aux))
+    if state_bytes != expected:
+        _raise_wrong(f"{where}.state_bytes", state_bytes, str(expected))
     filled = 0
     for segment in segments:
         if segment.start != filled:

@@ -8,7 +8,7 @@ import io
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,26 +22,26 @@ from tidegate.agent.checkpoints.snapshot import run_transfer
 from tidegate.agent.checkpoints.state_copies import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.state_block import state_arrays
-from tidegate.agent.parameters.subgroups import Segment
+from tidegate.agent.parameters.subgroups import Format, Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain
-from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, bytes_to_read, padded_bytes
-from tidegate.agent.tiers.tier_store import UPDATE_RULE
+from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, bytes_to_read, padded_bytes
 from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
-from tidegate.kernels import IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
+from tidegate.kernels import GradDtype, IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
+from tidegate.rules.rule import tensors_text
 
 
 class Reader:
     """Reads one rank's part of a checkpoint for the parameters of the running optimizer. A context manager."""
 
-    def __init__(self, checkpoint: Checkpoint, params: Sequence[torch.Tensor], ranks: Ranks) -> None:
-        """Checks that the checkpoint is not damaged and fits the parameters. The data of the state files is not checked
-        here, but when it is read. The optimizer is not changed.
+    def __init__(self, checkpoint: Checkpoint, engine: Engine, ranks: Ranks) -> None:
+        """Checks the checkpoint against the parameters and the update rule of `engine`, except the data of the state
+        files. The optimizer is not changed.
 
         ForeignState when model, update rule or number of ranks differ; WeightsMismatch when the model's weights are not
         the ones that were saved with the state; other errors of `StateFileError` for damage.
         """
-        self._checkpoint, self._params = checkpoint, params
+        self._checkpoint, self._params, self._rule = checkpoint, engine.shards, engine.rule
         self._check_fits(ranks)
         with checkpoint_failed_on_error(checkpoint.folder):
             checkpoint.verify()
@@ -51,7 +51,7 @@ class Reader:
             for segment in stored.segments:
                 self._parts[segment.param].append((i, segment))
         self._pool = IoPool(THREADS)
-        self._buffer = aligned_buffer(max((padded_bytes(h.data_bytes) for h in self._headers), default=PAGE_BYTES))
+        self._buffer = aligned_buffer(max([PAGE_BYTES, *(padded_bytes(h.data_bytes) for h in self._headers)]))
         self._read: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def __enter__(self) -> Self:
@@ -101,7 +101,8 @@ class Reader:
             header = self._headers[index]
             self._fetch(self._path(index), header)
             block = torch.from_numpy(self._buffer)
-            self._read = index, state_arrays(block, header.kind.numel, list(WeightFormat)[header.kind.weight_format])
+            weight = list(WeightFormat)[header.kind.weight_format]
+            self._read = index, state_arrays(block, header.kind.numel, Format(weight, GradDtype.F32, self._rule))
         return self._read[1]
 
     def _fetch(self, path: Path, header: Header) -> None:
@@ -131,10 +132,10 @@ class Reader:
     def _check_fits(self, ranks: Ranks) -> None:
         """Raises ForeignState if update rule, number of ranks or parameters differ from those of the checkpoint."""
         manifest, name = self._checkpoint.manifest, self._checkpoint.directory
-        if (manifest.rule, manifest.ranks) != (UPDATE_RULE, ranks.count):
-            raise ForeignState(
-                name, f"{manifest.rule} of {manifest.ranks} ranks", f"{UPDATE_RULE} of {ranks.count} ranks"
-            )
+        rule = self._rule
+        if (manifest.rule, manifest.tensors, manifest.ranks) != (rule.stored_as, rule.tensors, ranks.count):
+            found = f"{manifest.rule} ({tensors_text(manifest.tensors)}) of {manifest.ranks} ranks"
+            raise ForeignState(name, found, f"{rule.stored_as} ({rule.tensors_text}) of {ranks.count}")
         mine = [ParamForm.of(param) for param in self._params]
         if len(mine) != len(manifest.params):
             raise ForeignState(name, f"{len(manifest.params)} parameters", f"{len(mine)}")
@@ -147,8 +148,7 @@ class Reader:
         path, manifest = self._path(index), self._checkpoint.manifest
         header = read_header(path)
         header.check_run(bytes.fromhex(manifest.run_id), path)
-        kind = StateKind(manifest.rule, manifest.rank, index, stored.numel, stored.weight_format, stored.state_bytes)
-        header.check_kind(kind, path)
+        header.check_kind(manifest.kind(index), path)
         header.check_step(stored.step, path)
         with checkpoint_failed_on_error(path):
             header.check_file(path.stat().st_size, path)

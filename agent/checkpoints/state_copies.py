@@ -160,13 +160,13 @@ class StateCopies:
         kind, step = state_kind(layout, self._rank), self._step
         nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
         with self._engine.memory.arrays(layout.id, changed=False) as arrays:
-            # The arrays are one block of whole pages; the first array is at its begin.
-            address = arrays["exp_avg"].data_ptr()
+            # The arrays are one block of whole pages; one of them is at its begin.
+            address = min((array.data_ptr() for array in arrays.values()), default=0)
             fill(address + kind.data_bytes, 0, nbytes - kind.data_bytes)
             if pending is None:
                 write_state(pool, StateInMemory(kind, self._run_id.bytes, step, weights, address, arrays), target)
             else:
-                copy = aligned_buffer(nbytes)
+                copy = aligned_buffer(max(nbytes, 1))
                 ctypes.memmove(copy.ctypes.data, address, nbytes)
                 state = StateInMemory(kind, self._run_id.bytes, step, weights, copy.ctypes.data, copy)
                 pending.append((state, target))

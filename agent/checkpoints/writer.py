@@ -38,7 +38,7 @@ from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.ranks import Ranks
-from tidegate.agent.tiers.tier_store import UPDATE_RULE, TierStore
+from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
 
 AUTO_MEMORY_SHARE: Final = 0.5
@@ -190,9 +190,10 @@ class _Writer:
         try:
             stored = tuple(self.states.put(self._folder, spares, background, pending))
             crc = self._write_optimizer(self._folder / OPTIMIZER_FILE)
+            rule = self._engine.rule
             manifest = Manifest(
                 self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
-                UPDATE_RULE, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
+                rule.stored_as, rule.tensors, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
             )  # fmt: skip
         except BaseException:
             for state, _ in pending:

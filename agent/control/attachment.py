@@ -29,7 +29,7 @@ from tidegate.agent.control.step_sync import BoundaryMessage, agree
 from tidegate.agent.control.tuning import Tuning
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.rank_metrics import RankMetrics
 from tidegate.agent.telemetry.recorder import Recorder
@@ -55,7 +55,7 @@ class Attachment:
         optimizer.
     """
 
-    def __init__(self, optimizer: AdamW, model: torch.nn.Module | None, settings: AttachSettings) -> None:
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None, settings: AttachSettings) -> None:
         """`settings`: the keyword arguments of `attach`."""
         self._ranks = Ranks.current()
         self.run, self.rank, self.world_size = settings.run, self._ranks.rank, self._ranks.count
@@ -101,7 +101,7 @@ class Attachment:
             ),
         )  # fmt: skip
 
-    def _close_conflicting(self, optimizer: AdamW, strict: bool) -> None:
+    def _close_conflicting(self, optimizer: Optimizer, strict: bool) -> None:
         """Closes earlier attachments of the same optimizer, and of the same run and rank in this process. With
         `strict`, ConfigError if the optimizer is attached already."""
         if optimizer.attachment is not None:

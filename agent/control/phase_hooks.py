@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
+from tidegate.agent.optimizer.optimizer import Optimizer
 
 
 class PhaseHooks:
     """Hooks on a model that tell its optimizer when a forward or backward begins, so that wall time is counted for the
     right phase. `on` registers them on a model."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def on(self, model: torch.nn.Module) -> list[Any]:

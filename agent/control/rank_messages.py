@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tidegate.agent.control.applied_knobs import AppliedKnobs
 from tidegate.agent.control.process_identity import this_host, this_process
 from tidegate.agent.control.rank_predictor import rank_predictor
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
@@ -29,7 +29,7 @@ log = logging.getLogger("tidegate")
 class RankMessages:
     """Builds the messages of one rank. It is the `ReportSource` of the link to the daemon."""
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, applied: AppliedKnobs, run: str, ranks: Ranks) -> None:
+    def __init__(self, optimizer: Optimizer, recorder: Recorder, applied: AppliedKnobs, run: str, ranks: Ranks) -> None:
         """`applied`: the generation of knobs in force."""
         self._optimizer, self._recorder, self._applied = optimizer, recorder, applied
         self._run, self._ranks = run, ranks

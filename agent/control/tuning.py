@@ -17,7 +17,7 @@ from tidegate.agent.control.rank_predictor import rank_predictor
 from tidegate.agent.control.step_sync import BoundaryMessage
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
@@ -48,7 +48,7 @@ def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
 class Tuning:
     """Tuning of the knobs of one attached optimizer. Only the training thread may call it."""
 
-    def __init__(self, optimizer: AdamW, recorder: Recorder, ranks: Ranks | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, recorder: Recorder, ranks: Ranks | None = None) -> None:
         self.tuner = Tuner()
         self._optimizer, self._recorder, self._ranks = optimizer, recorder, ranks or Ranks()
         self._last: tuple[EffectiveKnobs, float] | None = None

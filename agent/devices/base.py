@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat, adamw_update
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.wire.base import DeviceKind
 
 
@@ -31,30 +32,23 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRun:
-    """Update of consecutive elements of a subgroup that have the same `scalars` (learning rate, betas and so on).
-
-    numel: number of elements.
-    weight, exp_avg, exp_avg_sq, grad: address of the first element in each of these arrays.
-    aux: address of the first 16-bit remainder or fp32 copy of the weights; 0 if the format of the weights needs
-        neither.
-    """
+    """Update of consecutive parameters with the same `scalars` (learning rate and so on). `weight`, `aux`, `tensors`
+    (the rule's state tensors) and `grad` are addresses. `aux`: the 16-bit remainder or the fp32 copy of the weights; 0
+    if the format of the weights needs neither."""
 
     numel: int
     weight: int
     weight_format: WeightFormat
     aux: int
-    exp_avg: int
-    exp_avg_sq: int
+    tensors: tuple[int, ...]
     grad: int
     grad_dtype: GradDtype
-    scalars: Scalars
+    scalars: Any
+    implementation: Implementation
 
     def apply(self, pool: ThreadPool) -> None:
         """Runs the update on host threads."""
-        adamw_update(
-            pool, self.numel, self.weight, self.weight_format, self.aux,
-            self.exp_avg, self.exp_avg_sq, self.grad, self.grad_dtype, self.scalars,
-        )  # fmt: skip
+        self.implementation.update(pool, self)
 
 
 @dataclass(frozen=True, slots=True)

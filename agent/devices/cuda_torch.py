@@ -26,7 +26,9 @@ from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import Marker, Norms, Stream
 from tidegate.agent.devices.gpu_kernels import load_kernels
 from tidegate.agent.devices.pinned_memory import near_cpus
+from tidegate.kernels import implementation
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
+from tidegate.kernels.arithmetic.implementation import Implementation
 
 HOST_REGISTER_PORTABLE: Final = 1
 """The flag cudaHostRegisterPortable of CUDA's call cudaHostRegister: the memory is pinned for all CUDA contexts of the
@@ -72,9 +74,12 @@ class PooledEvent:
 class TorchCuda:
     """A `CudaRuntime` for the GPU `device`."""
 
-    def __init__(self, device: torch.device, kernels: GpuKernels | None = None) -> None:
+    def __init__(
+        self, device: torch.device, kernels: GpuKernels | None = None, rule: Implementation | None = None
+    ) -> None:
+        """`kernels`: None for those of the update rule `rule`, which is AdamW for None."""
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._kernels = kernels or load_kernels(self.device)
+        self._kernels = kernels or load_kernels(self.device, rule or implementation("adamw"))
         self._events, self._timed_events = EventPool(timed=False), EventPool(timed=True)
         self._blocks: dict[int, torch.Tensor] = {}
         free, _ = torch.cuda.mem_get_info(self.device)

@@ -184,10 +184,10 @@ class EmulatedDevice:
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         start = time.monotonic()
         for run in runs:
+            sizes = [tensor.nbytes for tensor in run.implementation.rule.tensors]
             for address, nbytes in (
                 (run.weight, run.weight_format.weight_bytes),
-                (run.exp_avg, 4),
-                (run.exp_avg_sq, 4),
+                *zip(run.tensors, sizes, strict=True),
                 (run.aux, run.weight_format.aux_bytes),
                 (run.grad, run.grad_dtype.nbytes),
             ):

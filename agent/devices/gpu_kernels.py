@@ -21,12 +21,10 @@ import torch
 
 from tidegate.kernels.arithmetic import self_test
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.logs import event
 
 log = logging.getLogger("tidegate.devices")
-
-TRITON: Final = "tidegate.kernels.arithmetic.triton_adamw"
-TORCH: Final = "tidegate.kernels.arithmetic.torch_adamw"
 
 MAX_CAUSE_CHARACTERS: Final = 500
 """Maximum length of an error in the log: Triton's compilation errors quote whole kernels."""
@@ -46,16 +44,19 @@ UPDATE_TRITON: Final = "install the newest triton that this torch allows"
 
 
 @functools.cache
-def load_kernels(device: torch.device) -> GpuKernels:
-    """Returns the kernels for `device`, tested once in this process. If they are not Triton's, a warning gives the
-    reason.
+def load_kernels(device: torch.device, rule: Implementation) -> GpuKernels:
+    """Returns the kernels of an update rule for `device`, tested once in this process. If the rule has a Triton kernel
+    that cannot be used, a warning gives the reason.
 
     Triton's results equal the oracle's bit for bit. The results of torch's kernels do not, and these kernels are
     slower. An error of torch's kernels is raised, because then the device itself does not work.
     """
+    in_torch = rule.in_torch(device.type)
+    if rule.triton is None:
+        return in_torch
     try:
-        kernels = cast(GpuKernels, importlib.import_module(TRITON))
-        if differs := self_test.differences(kernels, device):
+        kernels = cast(GpuKernels, importlib.import_module(rule.triton.module))
+        if differs := self_test.differences(kernels, device, rule.triton):
             raise ArithmeticError(f"these results differ from the reference implementation: {', '.join(differs)}")
     except Exception as error:
         cause = cause_of(error)
@@ -69,9 +70,8 @@ def load_kernels(device: torch.device) -> GpuKernels:
         )
     else:
         return kernels
-    kernels = cast(GpuKernels, importlib.import_module(TORCH))
-    self_test.differences(kernels, device)
-    return kernels
+    self_test.differences(in_torch, device, rule.triton)
+    return in_torch
 
 
 def cause_of(error: Exception) -> str:

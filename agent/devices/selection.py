@@ -14,6 +14,8 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.emulated import ALIGNMENT, EmulatedDevice, EmulatedRates
 from tidegate.errors import ParameterError
+from tidegate.kernels import WeightFormat
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.logs import configure_from_environment, event
 
 log = logging.getLogger("tidegate.devices")
@@ -46,14 +48,13 @@ class DeviceSettings(Protocol):
     def subgroup_numel(self) -> int: ...
 
 
-def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> Device:
-    """Returns the GPU that `params` are on, or an emulated device for CPU tensors. Raises ParameterError if they are
-    not all on one supported device."""
+def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor], rule: Implementation) -> Device:
+    """Returns the GPU that `params` are on, with the kernels of `rule`, or an emulated device for CPU tensors. Raises
+    ParameterError if the parameters are not all on one supported device."""
     where = check_one_device(params)
     if where == "cpu":
-        return EmulatedDevice(
-            offload.device_memory_bytes or _default_capacity_bytes(params, offload.subgroup_numel), offload.emulated
-        )
+        capacity = offload.device_memory_bytes or _default_capacity_bytes(params, offload.subgroup_numel, rule)
+        return EmulatedDevice(capacity, offload.emulated)
     device = torch.device(where)
     if device.type != "cuda":
         raise ParameterError(f"Parameters are on {device}: weights on a CUDA device, or on the CPU, are supported.")
@@ -63,7 +64,7 @@ def choose_device(offload: DeviceSettings, params: Sequence[torch.Tensor]) -> De
             "the model to the CPU."
         )
     _warn_of_few_queues()
-    return CudaDevice(TorchCuda(device), offload.device_memory_bytes)
+    return CudaDevice(TorchCuda(device, rule=rule), offload.device_memory_bytes)
 
 
 def warn_if_emulated(device: Device) -> None:
@@ -106,10 +107,11 @@ def _warn_of_few_queues() -> None:
     )  # fmt: skip
 
 
-def _default_capacity_bytes(params: Sequence[torch.Tensor], subgroup_numel: int) -> int:
+def _default_capacity_bytes(params: Sequence[torch.Tensor], subgroup_numel: int, rule: Implementation) -> int:
     """Default capacity of the emulated device in bytes: twice the weights and gradients, plus the state of all
     subgroups, plus an allowance for rounding up the size of each allocation."""
     weights = sum(p.numel() * p.element_size() for p in params)
     numel = sum(p.numel() for p in params)
+    state_bytes = rule.rule.bytes_per_param + max(form.aux_bytes for form in WeightFormat)
     subgroups = sum(-(-p.numel() // subgroup_numel) for p in params)
-    return 4 * weights + 12 * numel + ALIGNMENT * subgroups + (1 << 20)
+    return 4 * weights + state_bytes * numel + ALIGNMENT * subgroups + (1 << 20)

@@ -36,6 +36,7 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError
 from tidegate.kernels import ThreadPool
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.plan import Subgroup
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, path_lanes
@@ -55,15 +56,14 @@ class Engine:
         params: Sequence[torch.nn.Parameter],
         layouts: Sequence[Layout],
         device: Device,
+        rule: Implementation,
         *,
         settings: EngineSettings,
         effective: EffectiveKnobs,
         store: TierStore | None = None,
     ) -> None:
-        """effective: the values of the knobs in the first step.
-        store: the storage paths; None without paths.
-        """
-        self.params, self.layouts, self.device = list(params), list(layouts), device
+        """`rule`: the update rule. `effective`: the first values of the knobs. `store`: the storage paths."""
+        self.params, self.layouts, self.device, self.rule = list(params), list(layouts), device, rule.rule
         self.shards = [shard_of(param) for param in params]
         """This rank's shard of each parameter: the whole parameter if it is not divided among ranks."""
         self._norm: GradientNorm = NormOverRanks(params)
@@ -89,7 +89,7 @@ class Engine:
         sums = HostSums(device, self._pool, accumulation == "host_fp32") if accumulation != "device" else None
         self.gradients = Gradients(device, params, self.layouts, mode, self._early_gradients, sums)
         self.weights = WeightEdits(device, self.memory, self.shards)
-        self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool)
+        self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool, rule)
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
         self._executor = Executor(
             self._runner,

@@ -272,15 +272,15 @@ class StateMemory:
 
     @contextmanager
     def arrays(self, subgroup: int, changed: bool = True) -> Iterator[dict[str, torch.Tensor]]:
-        """Context manager that gives the state of a subgroup as named arrays: the moments in fp32 and, for 16-bit
-        weights, `remainder` (int16) or `master` (fp32).
+        """Context manager that gives the state of a subgroup as named arrays: the tensors of the update rule and,
+        for 16-bit weights, `remainder` (int16) or `master` (fp32).
 
         changed: whether the block may write to the arrays. The state is then written back to its residence at the end.
         """
         self._load_to_host(subgroup)
         layout = self.layouts[subgroup]
         try:
-            yield state_arrays(self._state[subgroup], layout.numel, layout.format.weight)
+            yield state_arrays(self._state[subgroup], layout.numel, layout.format)
         finally:
             self._store_back(subgroup, changed)
 

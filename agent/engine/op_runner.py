@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,10 +15,11 @@ from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.plan_progress import IssuedOp
 from tidegate.agent.engine.state_block import state_addresses
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
-from tidegate.agent.parameters.shards import GradientNorm, tail_of
+from tidegate.agent.parameters.shards import GradientNorm
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.errors import NoPathLeft
-from tidegate.kernels import Scalars, ThreadPool
+from tidegate.kernels import ThreadPool
+from tidegate.kernels.arithmetic.implementation import Implementation, Piece
 from tidegate.plan.ops import D2H, DEVICE, H2D, Op, OpKind
 
 DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
@@ -29,14 +31,14 @@ class StepInputs:
     """Inputs of the updates of one step, in addition to state, weights and gradients. All fields are set when
     `Engine.step()` has returned.
 
-    scalars: `scalars(group, step, grad_scale)` returns the scalars of an update.
+    scalars: `scalars(group, step, grad_scale)` returns the scalars of an update, as the update rule makes them.
     steps: the number of this update for each parameter, counted from 1.
     clip: `clip(total_norm)` returns the factor for all gradients.
     skip: whether to skip the step even if all gradients are finite.
     """
 
     steps: list[int]
-    scalars: Callable[[int, int, float], Scalars]
+    scalars: Callable[[int, int, float], Any]
     clip: Callable[[float], float]
     skip: bool = False
     unscale: float = 1.0
@@ -70,6 +72,7 @@ class MemoryRunner:
         weights: Sequence[torch.Tensor],
         norm: GradientNorm,
         pool: ThreadPool,
+        rule: Implementation,
     ) -> None:
         """`weights`: this rank's shards of all parameters, in the engine's own list, so that shards which the engine
         adds later are included."""
@@ -79,6 +82,7 @@ class MemoryRunner:
         self._weights = weights
         self.norm_over_ranks = norm
         self._pool = pool
+        self._rule = rule
         self.copied: dict[int, GradientsRead] = {}
         """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
         self.squares: list[SquareSums] = []
@@ -250,7 +254,7 @@ class MemoryRunner:
                 assert arrived is not None, "gradients stay until their last reader is done"
                 grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
             weight = self._weight_address(segment, fmt.weight_bytes)
-            for offset, numel, values in self._pieces_by_tail(layout, segment):
+            for offset, numel, values in self._pieces(layout, segment):
                 piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset
                 runs.append(self._run(layout, block, *piece, numel, values))
         issued = IssuedOp(self._device.update(runs), 0, sum(run.numel for run in runs))
@@ -259,35 +263,30 @@ class MemoryRunner:
         return issued
 
     def _run(
-        self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, values: Scalars
+        self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, values: Any
     ) -> UpdateRun:
-        """Describes the update of `numel` elements of a subgroup, from element `first` on.
-
-        block: address of the block with the subgroup's state.
-        weight, grad: addresses of the weight and of the gradient of element `first`.
-        values: learning rate, betas and other scalars of the update.
-        """
-        state = state_addresses(layout, block)
+        """The update of elements `first` to `first + numel` of a subgroup whose state begins at address `block`."""
+        tensors, aux = state_addresses(layout, block, first)
         return UpdateRun(
             numel=numel,
             weight=weight,
             weight_format=layout.format.weight,
-            aux=state.aux + first * layout.format.aux_bytes if state.aux else 0,
-            exp_avg=state.exp_avg + 4 * first,
-            exp_avg_sq=state.exp_avg_sq + 4 * first,
+            aux=aux,
+            tensors=tensors,
             grad=grad,
             grad_dtype=layout.format.grad,
             scalars=values,
+            implementation=self._rule,
         )
 
-    def _contiguous_runs(self, layout: Layout) -> Iterator[tuple[int, int, Scalars]]:
+    def _contiguous_runs(self, layout: Layout) -> Iterator[Piece]:
         """Divides the elements of a subgroup that have a gradient into contiguous runs with the same scalars, as tuples
         (first, numel, scalars)."""
-        open_run: tuple[int, int, Scalars] | None = None
+        open_run: Piece | None = None
         for segment in layout.segments:
             if not self._has_grad(segment):
                 continue
-            for offset, numel, values in self._pieces_by_tail(layout, segment):
+            for offset, numel, values in self._pieces(layout, segment):
                 start = segment.start + offset
                 if open_run and open_run[0] + open_run[1] == start and open_run[2] == values:
                     open_run = (open_run[0], open_run[1] + numel, values)
@@ -298,17 +297,12 @@ class MemoryRunner:
         if open_run:
             yield open_run
 
-    def _pieces_by_tail(self, layout: Layout, segment: Segment) -> Iterator[tuple[int, int, Scalars]]:
-        """Divides a segment (part of a parameter in a subgroup) into the parts before and in the tail of its parameter.
-        The tail has other scalars: it is the last elements, which DeepSpeed's CPU Adam computes separately. Yields
-        tuples (offset in the segment, numel, scalars)."""
+    def _pieces(self, layout: Layout, segment: Segment) -> Iterable[Piece]:
+        """Divides a segment (part of a parameter in a subgroup) into parts with the same scalars, as the update rule
+        does. First elements are counted in the segment."""
         inputs, weight = self._step_inputs(), self._weights[segment.param]
         values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
-        tail = min(max(segment.offset + segment.numel - weight.numel() + tail_of(weight), 0), segment.numel)
-        if tail < segment.numel:
-            yield 0, segment.numel - tail, values
-        if tail:
-            yield segment.numel - tail, tail, values.of_tail()
+        return self._rule.pieces(weight, segment.offset, segment.numel, values)
 
     def _has_grad(self, segment: Segment) -> bool:
         return self._step_inputs().has_grad[segment.param]

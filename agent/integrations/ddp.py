@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
 from tidegate.errors import ConfigError
 
@@ -23,7 +23,7 @@ class _BucketReceiver:
     """One optimizer whose engine is notified when DDP has reduced a bucket of gradients. The optimizer is held by a
     weak reference, and is not notified after it was closed."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self._numbers: dict[int, int] = {}
         self._numbered_by: Engine | None = None
@@ -73,7 +73,7 @@ class _BucketHook:
         self._group = model.process_group
         self._receivers: list[_BucketReceiver] = []
 
-    def join(self, optimizer: AdamW) -> _BucketReceiver:
+    def join(self, optimizer: Optimizer) -> _BucketReceiver:
         """Adds an optimizer, which is notified from the next backward on, and removes closed optimizers."""
         self._receivers = [one for one in self._receivers if one.engine and one.optimizer() is not optimizer]
         receiver = _BucketReceiver(optimizer)
@@ -86,7 +86,7 @@ class _BucketHook:
         self._receivers = [one for one in self._receivers if one is not receiver]
         return was_in
 
-    def notifies(self, optimizer: AdamW) -> bool:
+    def notifies(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is notified of reduced buckets."""
         return any(one.optimizer() is optimizer for one in self._receivers)
 
@@ -133,7 +133,7 @@ class DdpOverlap:
     """Handle for early copies: gradients of a DDP model are copied while its backward runs. Made by `overlap_ddp`;
     ended by `close()`, a `with` block or `optimizer.close()`."""
 
-    def __init__(self, optimizer: AdamW, model: DistributedDataParallel) -> None:
+    def __init__(self, optimizer: Optimizer, model: DistributedDataParallel) -> None:
         optimizer._follow_params()
         self._hook = _hook_of(model)
         self._receiver = self._hook.join(optimizer)
@@ -179,7 +179,7 @@ def overlap_ddp(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: Dist
     return DdpOverlap(inner, model)
 
 
-def _require_early_copies(optimizer: AdamW, model: object) -> None:
+def _require_early_copies(optimizer: Optimizer, model: object) -> None:
     """Raises ConfigError unless gradients of this optimizer can be copied from the buckets of this model."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"overlap_ddp takes a DistributedDataParallel, not a {type(model).__name__}.")

@@ -17,16 +17,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tidegate.agent.control.attach import attach
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.integrations.log_figures import LogFigures
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.optimizer.wrapped import innermost
 from tidegate.agent.parameters.shards import LocalShard
 from tidegate.errors import ConfigError
 
 
-def unwrapped(optimizer: Any) -> AdamW:
+def unwrapped(optimizer: Any) -> Optimizer:
     """The `tidegate.AdamW` inside a wrapper of Accelerate or DeepSpeed. ConfigError when there is none."""
     inner = innermost(optimizer)
-    if isinstance(inner, AdamW):
+    if isinstance(inner, Optimizer):
         return inner
     raise ConfigError(
         f"The training uses {type(inner).__name__}, not tidegate.AdamW: give the Trainer "
@@ -86,7 +86,7 @@ class TidegateCallback(TrainerCallback):
             self.attachment = self._figures = None
 
 
-def _check_works(optimizer: AdamW) -> None:
+def _check_works(optimizer: Optimizer) -> None:
     """Raises ConfigError for settings that cannot work in the Trainer. It is called when training begins, so that the
     error comes before the first step."""
     under_deepspeed = isinstance(

@@ -21,8 +21,8 @@ import torch
 from tidegate.agent.control.attach import attach
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.integrations.log_figures import VERDICT, LogFigures
-from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.optimizer.wrapped import innermost
 from tidegate.errors import ConfigError
 
@@ -58,7 +58,7 @@ class TidegateCallback(Callback):
         self.attachment: Attachment | None = None
         self.verdict = "no update yet"
         self._run, self._daemon, self._options = run, daemon, options
-        self._optimizer: AdamW | None = None
+        self._optimizer: Optimizer | None = None
         self._figures: LogFigures | None = None
         self._steps = 0
         """Number of steps of the optimizer at the start of the present batch."""
@@ -115,10 +115,10 @@ class TidegateCallback(Callback):
             self.attachment = self._optimizer = self._figures = None
 
 
-def _single_optimizer(optimizers: list[Any]) -> AdamW:
+def _single_optimizer(optimizers: list[Any]) -> Optimizer:
     """The only tidegate.AdamW in the list. ConfigError when there is none, or several."""
     found = [innermost(optimizer) for optimizer in optimizers]
-    ours = [optimizer for optimizer in found if isinstance(optimizer, AdamW)]
+    ours = [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
     if len(ours) == 1:
         return ours[0]
     if ours:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tidegate.agent.control.attachment import Attachment
-from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.timeline.verdict import UpdateFigures, verdict
 
 PREFIX: Final = "tidegate_"
@@ -21,7 +21,7 @@ class LogFigures:
     """Computes the figures of one attached optimizer for a framework's log: seconds of updates and of stalls, and a
     verdict on what the updates waited for."""
 
-    def __init__(self, attachment: Attachment, optimizer: AdamW) -> None:
+    def __init__(self, attachment: Attachment, optimizer: Optimizer) -> None:
         self._attachment, self._optimizer = attachment, optimizer
         self._before = _Cumulative()
 

@@ -17,13 +17,16 @@ from tidegate.agent.parameters.shards import gradients_are_final, shard_of
 from tidegate.agent.parameters.subgroups import Layout, check_param, make_subgroups, shift_ids
 from tidegate.agent.ranks import Ranks, cpu_lane_threads
 from tidegate.agent.tiers.tier_store import TierStore
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.rules.rule import UpdateRule
 
 
 def build_engine(
     params: Sequence[torch.nn.Parameter],
     layouts: Sequence[Layout],
     device: Device,
+    rule: Implementation,
     offload: Offload,
     effective: EffectiveKnobs,
 ) -> Engine:
@@ -44,17 +47,17 @@ def build_engine(
             early_gradients=ranks.count == 1 or all(map(gradients_are_final, params)),
             watchdog_seconds=offload.watchdog_seconds,
         )
-        return Engine(params, layouts, device, settings=settings, effective=effective, store=store)
+        return Engine(params, layouts, device, rule, settings=settings, effective=effective, store=store)
     except BaseException:
         with suppress(Exception):  # the original error is raised
             close_all(*([store.close] if store is not None else []), device.close)
         raise
 
 
-def layouts_of(param_groups: Sequence[Mapping[str, Any]], offload: Offload) -> tuple[Layout, ...]:
+def layouts_of(param_groups: Sequence[Mapping[str, Any]], offload: Offload, rule: UpdateRule) -> tuple[Layout, ...]:
     """The subgroups of all parameters in the groups."""
     shards = [[shard_of(param) for param in group["params"]] for group in param_groups]
-    return make_subgroups(shards, offload.subgroup_numel)
+    return make_subgroups(shards, offload.subgroup_numel, rule)
 
 
 def layouts_of_added(
@@ -70,6 +73,6 @@ def layouts_of_added(
     num_known: number of parameters that the engine has already.
     """
     for index, param in enumerate(params, start=num_known):
-        check_param(shard_of(param), index)
-    layouts = make_subgroups([[shard_of(param) for param in params]], offload.subgroup_numel)
+        check_param(shard_of(param), index, engine.rule)
+    layouts = make_subgroups([[shard_of(param) for param in params]], offload.subgroup_numel, engine.rule)
     return shift_ids(layouts, subgroups=len(engine.layouts), groups=len(param_groups) - 1, params=num_known)

@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.module_hooks import ModelHook
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.optimizer.wrapped import OptimizerWrapper, unwrapped
 from tidegate.errors import ConfigError
 
@@ -28,7 +28,7 @@ class ForwardOverlap:
     """Handle that keeps the overlap of updates with the forward of a model switched on. Made by `overlap_forward`;
     ended by `close()`, a `with` block or `optimizer.close()`."""
 
-    def __init__(self, optimizer: AdamW, model: torch.nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module) -> None:
         optimizer._follow_params()
         self._optimizer = optimizer
         self._model = model
@@ -191,7 +191,7 @@ def _require_module(model: object) -> None:
         raise ConfigError(f"overlap_forward takes the model, a torch.nn.Module, and not a {type(model).__name__}.")
 
 
-def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
+def _require_gated_reads(optimizer: Optimizer, model: torch.nn.Module) -> None:
     """Raises ConfigError unless the forward of the model can wait for the update of each weight before it reads the
     weight."""
     if optimizer.overlap is not None:
@@ -217,7 +217,7 @@ def _require_gated_reads(optimizer: AdamW, model: torch.nn.Module) -> None:
     _require_plain(list(model.parameters()))
 
 
-def _params(optimizer: AdamW) -> Iterator[torch.Tensor]:
+def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 

@@ -1,5 +1,4 @@
-"""Hyperparameters as `torch.optim.AdamW` has them, and the scalars of one step that are computed from them (step size,
-bias correction and others)."""
+"""Hyperparameters in param groups as torch's optimizers have them, and what one step takes from them."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ import torch
 
 from tidegate.agent.engine.op_runner import StepInputs
 from tidegate.errors import ConfigError
-from tidegate.kernels import Scalars, scalars
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.kernels.arithmetic.oracle import clip_scale
 from tidegate.knobs.setting_checks import check_flag, check_number
+from tidegate.rules.rule import UpdateRule
 
 TORCH_DEFAULTS: Mapping[str, Any] = {
     "amsgrad": False,
@@ -23,7 +23,6 @@ TORCH_DEFAULTS: Mapping[str, Any] = {
     "capturable": False,
     "differentiable": False,
     "fused": None,
-    "decoupled_weight_decay": True,
 }
 """Keys of torch's param groups besides lr, betas, eps and weight_decay, with their defaults. Param groups have the same
 keys as in torch, so that states can be exchanged with torch. `foreach` and `fused` choose among torch's implementations
@@ -37,18 +36,19 @@ UNSUPPORTED_OPTIONS = {
 """Options of torch's AdamW that Tidegate does not support, each with the reason."""
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def check_group(rule: UpdateRule, group: Mapping[str, Any]) -> None:
     """Raises ConfigError if a hyperparameter of a param group is invalid. Hyperparameters that are absent are not
     checked."""
-    lr = group.get("lr")
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ConfigError(f"lr is a tensor of {lr.numel()} elements: it must have 1.")
-    for name in ("lr", "eps", "weight_decay"):
-        if name in group and not group[name] >= 0.0:
-            raise ConfigError(f"{name}={group[name]} is out of range: it must be at least 0.")
-    for i, beta in enumerate(group.get("betas", ())):
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"betas[{i}]={beta} is out of range: it must be at least 0 and below 1.")
+    for hyperparameter in rule.hyperparameters:
+        name = hyperparameter.name
+        if name not in group:
+            continue
+        value = group[name]
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ConfigError(f"{name} is a tensor of {value.numel()} elements: it must have 1.")
+        if isinstance(hyperparameter.default, bool):
+            check_flag(name, value)
+        hyperparameter.check(value)
     check_options(group)
 
 
@@ -60,29 +60,17 @@ def check_options(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}=True is not supported: {reason}. Leave it out, or set it to False.")
 
 
-def defaults_of(hyperparameters: Mapping[str, Any], torch_options: Mapping[str, Any]) -> dict[str, Any]:
-    """The default values of param groups, with the same keys as in torch.
+def defaults_of(rule: UpdateRule, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The default values of param groups: the rule's hyperparameters, and the other keys that torch's groups have.
 
-    Raises ConfigError for options that torch does not have, and for invalid values.
+    Raises ConfigError for values in `given` that are invalid or that neither the rule nor torch knows.
     """
-    unknown = sorted(set(torch_options) - set(TORCH_DEFAULTS))
+    known = {**rule.defaults, **TORCH_DEFAULTS}
+    unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is not an option of AdamW: check its name.")
-    defaults = {**hyperparameters, **TORCH_DEFAULTS, **torch_options}
-    check_flag("decoupled", defaults["decoupled_weight_decay"])
-    check_group(defaults)
-    return defaults
-
-
-def complete_loaded_groups(groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Adds the keys that loaded param groups lack, such as groups of older versions of torch. Groups of an Adam become
-    groups of AdamW if `defaults` are those of AdamW."""
-    for group in groups:
-        for name, value in defaults.items():
-            group.setdefault(name, value)
-        if defaults["decoupled_weight_decay"]:
-            # As in torch's AdamW: a state of Adam does not make it Adam.
-            group["decoupled_weight_decay"] = True
+        raise ConfigError(f"{unknown[0]!r} is not an option of {rule.name}: check its name.")
+    check_group(rule, given)
+    return {**known, **given}
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
@@ -127,26 +115,27 @@ def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) ->
 
 
 def step_inputs(
+    rule: Implementation,
     groups: Sequence[Mapping[str, Any]],
     steps: Sequence[int],
     loss_scale: LossScale,
     max_grad_norm: float | None,
-    make_scalars: Callable[..., Scalars] = scalars,
     make_factor: Callable[[float, float, float | None], float] = gradient_factor,
 ) -> StepInputs:
     """What a step needs besides state, weights and gradients: its scalars, the factor for all gradients, and whether a
     GradScaler skips it. Hyperparameters are copied, so that later changes of `groups` have no effect.
 
     steps: number of updates that each parameter has had.
-    make_scalars, make_factor: functions that compute scalars and factor, with the signatures of the default functions.
+    make_factor: computes the factor; called like `gradient_factor`.
     """
-    snapshots = [_snapshot_group(group) for group in groups]
-    cache: dict[tuple[int, int, float], Scalars] = {}
+    snapshots = [_snapshot_group(rule.rule, group) for group in groups]
+    signs = [-1.0 if group.get("maximize") else 1.0 for group in groups]
+    cache: dict[tuple[int, int, float], Any] = {}
 
-    def of(group: int, step: int, grad_scale: float) -> Scalars:
+    def of(group: int, step: int, grad_scale: float) -> Any:
         key = (group, step, grad_scale)
         if key not in cache:
-            cache[key] = _scalars(make_scalars, snapshots[group], step, grad_scale)
+            cache[key] = rule.scalars(step=step, grad_scale=signs[group] * grad_scale, **snapshots[group])
         return cache[key]
 
     return StepInputs(
@@ -156,26 +145,16 @@ def step_inputs(
     )  # fmt: skip
 
 
-def _snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def _snapshot_group(rule: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters as numbers. They are copied because schedulers change tensors in place, and lanes read the
     values later."""
     check_options(group)
-    return {
-        "lr": _number(group["lr"]),
-        "beta1": _number(group["betas"][0]),
-        "beta2": _number(group["betas"][1]),
-        "eps": _number(group["eps"]),
-        "weight_decay": _number(group["weight_decay"]),
-        "decoupled": bool(group.get("decoupled_weight_decay", True)),
-        "maximize": bool(group.get("maximize")),
-    }
+    return {one.name: _snapshot(group.get(one.name, one.default), one.default) for one in rule.hyperparameters}
 
 
-def _scalars(make: Callable[..., Scalars], values: Mapping[str, Any], step: int, grad_scale: float) -> Scalars:
-    numbers = {name: value for name, value in values.items() if name != "maximize"}
-    return make(step=step, grad_scale=-grad_scale if values["maximize"] else grad_scale, **numbers)
-
-
-def _number(value: Any) -> float:
-    """The value as a float: torch accepts tensors for lr and betas, too."""
-    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
+def _snapshot(value: Any, default: Any) -> Any:
+    """The value as numbers, or as a flag if `default` is one. torch accepts tensors for numbers, too."""
+    if isinstance(default, tuple):
+        return tuple(_snapshot(number, 0.0) for number in value)
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    return bool(number) if isinstance(default, bool) else float(number)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Self
 
@@ -42,9 +42,12 @@ from tidegate.agent.optimizer.step_results import StepResultQueue
 from tidegate.agent.parameters.ownership import claim, release_ownership
 from tidegate.agent.parameters.parameter_identity import ParameterRecords, name_of
 from tidegate.agent.parameters.shards import LocalShard, shard_of
+from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
+from tidegate.kernels import implementation
 from tidegate.knobs.knobs import Knobs, KnobValue, Off
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.rules.rule import UpdateRule
 
 log = logging.getLogger("tidegate")
 
@@ -56,13 +59,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     training runs.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], offload: Offload | None) -> None:
+    def __init__(
+        self, params: Iterable[Any], rule: UpdateRule, defaults: dict[str, Any], offload: Offload | None
+    ) -> None:
         """params, defaults: as in `torch.optim.Optimizer`. Raises the same errors as `AdamW`."""
         if isinstance(params, torch.Tensor):
             raise TypeError(f"params must be an iterable of tensors or dicts, not a single {torch.typename(params)}.")
         params = list(params)
         if not params:
             raise ParameterError("The optimizer got no parameters: pass model.parameters().")
+        self.rule = rule
+        self._implementation = implementation(rule.name)
         super().__init__(params, defaults)
         exclude_from_compilation()
         self.offload = as_offload(offload)
@@ -74,15 +81,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._why_closed = "it was closed"
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
-        self.device = choose_device(self.offload, [shard_of(param) for param in self._params])
+        self.device = choose_device(self.offload, [shard_of(param) for param in self._params], self._implementation)
         warn_if_emulated(self.device)
-        layouts = layouts_of(self.param_groups, self.offload)
+        layouts = layouts_of(self.param_groups, self.offload, rule)
         self.knobs = self.offload.knobs()
         self._auto = AutoValues(
             cache_bytes=automatic_cache_bytes(self.offload, list(map(shard_of, self._params)), layouts)
         )
         try:
-            self.engine = build_engine(self._params, layouts, self.device, self.offload, self._effective(self.knobs))
+            self.engine = self._build_engine(self._params, layouts, self.device)
         except BaseException:
             release_ownership(self, self._params)
             raise
@@ -213,7 +220,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, given: Mapping[Any, Any]) -> None:
         if "_state" not in self.__dict__:
-            self._state = OffloadedState(self)
+            self._state = OffloadedState(self, state_dicts.dtypes(self.rule))
         self._state.replace(given)
 
     def _read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -294,13 +301,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.drop_plan()
         state = mapping.remap(gather_for_transfer(self.engine, self._params, self._steps))
         warn_of_removed(mapping, self._steps)
-        device = choose_device(self.offload, shards)
+        device = choose_device(self.offload, shards, self._implementation)
         try:
             self._checkpoints.finish()
             self.engine.close()
-            engine = build_engine(
-                params, layouts_of(self.param_groups, self.offload), device, self.offload, self._effective(self.knobs)
-            )
+            engine = self._build_engine(params, layouts_of(self.param_groups, self.offload, self.rule), device)
             transfer_backward_flags(self.engine, engine)
             release_ownership(self, [self._params[number] for number in mapping.removed])
             self._set_engine(params, device, engine, mapping.steps(self._steps))
@@ -317,6 +322,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.overlap.rebuild()
         if self.attachment is not None:
             self.attachment.rebuild()
+
+    def _build_engine(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout], device: Device) -> Engine:
+        return build_engine(params, layouts, device, self._implementation, self.offload, self._effective(self.knobs))
 
     def _set_engine(self, params: list[torch.nn.Parameter], device: Device, engine: Engine, steps: list[int]) -> None:
         """Replaces parameters, device, engine and step counts."""

@@ -1,5 +1,5 @@
 """Converts the engine's state to the entries of a `state_dict` and back: whole tensors for each parameter, as in
-torch.optim.AdamW."""
+torch's optimizers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ import torch
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer.hyperparameters import check_group
 from tidegate.agent.parameters.shards import local_part, wrap_like
-from tidegate.agent.parameters.subgroups import Segment, flat, format_of
+from tidegate.agent.parameters.subgroups import AUX_ARRAYS, AUX_NAMES, Segment, flat, format_of
 from tidegate.errors import ConfigError
-from tidegate.kernels import WeightFormat
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-ARRAYS = (*MOMENTS, "remainder", "master")
-"""Names of the arrays that the engine stores for a parameter: its moments and, for a 16-bit weight, what completes it
-to fp32: `remainder` (16 bits) or `master` (the fp32 weight). Other names in a state belong to the user."""
+from tidegate.rules.rule import UpdateRule
 
 ParamState = Mapping[str, torch.Tensor]
 
 
+def dtypes(rule: UpdateRule) -> dict[str, torch.dtype]:
+    """The dtypes of the entries that the engine has for a parameter: `step`, the tensors of the update rule and, for a
+    16-bit weight, what completes it to fp32: `remainder` or `master`. Other entries belong to the user."""
+    arrays = (*rule.tensors, *AUX_ARRAYS)
+    return {"step": torch.float32} | {array.name: getattr(torch, array.dtype) for array in arrays}
+
+
 def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
-    """The state of each parameter that was updated: step, moments, and `remainder` or `master` of 16-bit weights."""
+    """The state of each parameter that was updated: step, tensors of the update rule, and `remainder` or
+    `master` of 16-bit weights."""
     if not any(steps):
         return {}  # cheap, as in torch: Accelerate calls this at construction
     shards = engine.shards
-    gathered: list[dict[str, torch.Tensor]] = [_empty_moments(shard) for shard in shards]
+    gathered: list[dict[str, torch.Tensor]] = [_empty_tensors(engine.rule, shard) for shard in shards]
     for layout in engine.layouts:
         if not any(steps[s.param] for s in layout.segments):
             continue
@@ -54,35 +57,29 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
 def names(engine: Engine, param: int) -> tuple[str, ...]:
     """Names of the state entries of this parameter, `step` included."""
     shard = engine.shards[param]
-    weight = format_of(shard).weight
-    aux = (
-        ()
-        if not weight.aux_bytes or not shard.numel()
-        else (("remainder",) if weight == WeightFormat.BF16_REMAINDER else ("master",))
-    )
-    return ("step", *MOMENTS, *aux)
+    arrays = format_of(shard, engine.rule).arrays if shard.numel() else engine.rule.tensors
+    return ("step", *(array.name for array in arrays))
 
 
 def reset(engine: Engine, params: Collection[int]) -> None:
-    """Resets the state of these parameters to the state before their first update: moments are 0; weights stay
-    unchanged."""
+    """Resets the state of these parameters to the state before their first update: the tensors of the update
+    rule are 0; weights stay unchanged."""
     for layout in engine.layouts:
         segments = [s for s in layout.segments if s.param in params]
         if not segments:
             continue
         with engine.memory.arrays(layout.id) as arrays:
             for s in segments:
-                for name in MOMENTS:
-                    arrays[name][s.start : s.start + s.numel] = 0
+                for tensor in engine.rule.tensors:
+                    arrays[tensor.name][s.start : s.start + s.numel] = 0
         for s in segments:
             engine.memory.reset_aux(layout.id, s.start, flat(engine.shards[s.param])[s.offset : s.offset + s.numel])
 
 
-def _empty_moments(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments of a parameter without elements, which is in no subgroup; an empty dictionary for other parameters."""
-    return (
-        {} if param.numel() else {name: torch.empty_like(param, dtype=torch.float32, device="cpu") for name in MOMENTS}
-    )
+def _empty_tensors(rule: UpdateRule, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """State of a parameter without elements, which is in no subgroup; an empty dictionary for other parameters."""
+    empty = () if param.numel() else rule.tensors
+    return {one.name: torch.empty_like(param, dtype=getattr(torch, one.dtype), device="cpu") for one in empty}
 
 
 def apply_load_pre_hooks(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,11 +164,14 @@ def whole_steps(value: Any, what: str) -> int:
 
 
 def check(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[int, ParamState], params: Sequence[torch.Tensor]
+    rule: UpdateRule,
+    param_groups: Sequence[Mapping[str, Any]],
+    state: Mapping[int, ParamState],
+    params: Sequence[torch.Tensor],
 ) -> None:
     """Raises ConfigError if this state cannot be loaded. To be called before anything is changed."""
     for group in param_groups:
-        check_group(group)
+        check_group(rule, group)
     for index, given in state.items():
         if index >= len(params):
             raise ConfigError(
@@ -179,11 +179,11 @@ def check(
                 "belongs to another model."
             )
         if "step" not in given:
-            raise ConfigError(f"The state of parameter {index} has no step: it was not saved by AdamW.")
+            raise ConfigError(f"The state of parameter {index} has no step: it was not saved by {rule.name}.")
         whole_steps(given["step"], f"The state of parameter {index} cannot be loaded: step")
-        for name in MOMENTS:
+        for name in (tensor.name for tensor in rule.tensors):
             if name not in given:
-                raise ConfigError(f"The state of parameter {index} has no {name}: it was not saved by AdamW.")
+                raise ConfigError(f"The state of parameter {index} has no {name}: it was not saved by {rule.name}.")
             if given[name].shape != params[index].shape:
                 raise ConfigError(
                     f"{name} of parameter {index} has shape {tuple(given[name].shape)}, "
@@ -192,9 +192,11 @@ def check(
 
 
 def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, ParamState]) -> None:
-    """Loads a checked state into the engine's memory; moments of parameters without state become 0."""
+    """Loads a checked state into the engine's memory; tensors of the update rule become 0 for parameters without
+    state."""
     engine.weights_loaded()
-    mine = {i: {name: local_part(value, params[i]) for name, value in given.items() if name in ARRAYS}
+    arrays_of = dtypes(engine.rule)
+    mine = {i: {name: local_part(value, params[i]) for name, value in given.items() if name in arrays_of}
             for i, given in state.items()}  # fmt: skip
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id) as arrays:
@@ -206,7 +208,7 @@ def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, 
 
 def _set_part(part: torch.Tensor, s: Segment, name: str, given: ParamState, param: torch.Tensor) -> None:
     if name not in given:
-        if name in MOMENTS:
+        if name not in AUX_NAMES:
             part.zero_()
         return
     whole = torch.empty_like(param, dtype=part.dtype, device="cpu").copy_(given[name])

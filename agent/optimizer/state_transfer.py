@@ -12,7 +12,8 @@ import torch
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer import state_dicts
-from tidegate.agent.optimizer.state_dicts import MOMENTS, ParamState
+from tidegate.agent.optimizer.state_dicts import ParamState
+from tidegate.agent.parameters.subgroups import AUX_NAMES, MASTER
 from tidegate.errors import MemoryBudgetError, ParameterError
 
 log = logging.getLogger("tidegate")
@@ -95,13 +96,13 @@ def warn_of_removed(mapping: ParameterMapping, steps: Sequence[int]) -> None:
 
 
 def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[int, ParamState]:
-    """A copy of the state for the new engine: step and moments, and `remainder` or `master` of 16-bit weights only
-    where the weight has the same bits as after the last update.
+    """A copy of the state for the new engine: step and tensors of the update rule, and `remainder` or
+    `master` of 16-bit weights only where the weight has the same bits as after the last update.
 
     Raises MemoryBudgetError if host memory is too small for the copy and the original at the same time.
     """
     updated = [shard.numel() for shard, step in zip(engine.shards, steps, strict=True) if step]
-    needed, available = 12 * sum(updated), host_available_bytes()
+    needed, available = (engine.rule.bytes_per_param + MASTER.nbytes) * sum(updated), host_available_bytes()
     if needed > available:
         raise MemoryBudgetError(
             f"Parameters were moved, converted or regrouped while they had a state. To transfer it, {needed:,} bytes "
@@ -111,7 +112,7 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
         )  # fmt: skip
     unchanged = engine.weights.unchanged() if updated else set()
     return {
-        i: {name: value for name, value in state.items() if i in unchanged or name in ("step", *MOMENTS)}
+        i: {name: value for name, value in state.items() if i in unchanged or name not in AUX_NAMES}
         for i, state in state_dicts.gather(engine, params, steps).items()
     }
 

@@ -1,7 +1,7 @@
 """`optimizer.state` as a lazy view of the offloaded state. It has the same entries as in torch, but the tensors in them
 have no memory of their own: each read loads the values.
 
-Iteration yields `step`, `exp_avg` and `exp_avg_sq` for each parameter that was updated, and for 16-bit weights
+Iteration yields `step` and the tensors of the update rule for each parameter that was updated, and for 16-bit weights
 also `remainder` or `master`, which complete them to fp32. A tensor can be read, and can be assigned to its own key
 without effect. Emptying an entry, or all entries, resets the state. All other writes raise ConfigError, because they
 would be lost.
@@ -13,16 +13,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from tidegate.agent.optimizer.state_dicts import ARRAYS
 from tidegate.agent.parameters.shards import is_divided, shard_of, wrap_like
 from tidegate.errors import ConfigError
 
-ENGINE_KEYS = ("step", *ARRAYS)
-"""Keys of an entry that belong to the engine; other keys are the user's."""
 REMEDY = (
     "The state is in the engine, and optimizer.state is a view of it. To change it, take state = "
     "optimizer.state_dict(), change this copy, and call optimizer.load_state_dict(state). To reset it, call "
@@ -150,18 +148,22 @@ def _is_same(one: Any, other: Any) -> bool:
 class StateEntry(dict[str, Any]):
     """The entry of one parameter in `optimizer.state`. Users may add keys; the keys of the engine cannot be changed."""
 
+    def __init__(self, engine_keys: Collection[str], values: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__(values)
+        self._engine_keys = engine_keys
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in ENGINE_KEYS:
+        if name in self._engine_keys:
             _refuse_unless(_is_same(self.get(name), value), f"state[parameter][{name!r}] = …")
         else:
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        _refuse_unless(name not in ENGINE_KEYS, f"del state[parameter][{name!r}]")
+        _refuse_unless(name not in self._engine_keys, f"del state[parameter][{name!r}]")
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        _refuse_unless(name not in ENGINE_KEYS or name not in self, f"state[parameter].pop({name!r})")
+        _refuse_unless(name not in self._engine_keys or name not in self, f"state[parameter].pop({name!r})")
         return super().pop(name, *default)
 
     def popitem(self) -> NoReturn:
@@ -169,7 +171,7 @@ class StateEntry(dict[str, Any]):
         raise AssertionError
 
     def clear(self) -> None:
-        _refuse_unless(not any(name in ENGINE_KEYS for name in self), "state[parameter].clear()")
+        _refuse_unless(not any(name in self._engine_keys for name in self), "state[parameter].clear()")
         super().clear()
 
     def setdefault(self, name: str, default: Any = None) -> Any:
@@ -187,7 +189,7 @@ class StateEntry(dict[str, Any]):
 
     def user_entries(self) -> dict[str, Any]:
         """The user's own entries."""
-        return user_entries(self)
+        return user_entries(self, self._engine_keys)
 
     def __reduce__(self) -> Any:
         return dict, (list(self.items()),)
@@ -196,15 +198,16 @@ class StateEntry(dict[str, Any]):
 class OffloadedState(defaultdict[Any, Any]):
     """The dictionary `optimizer.state`. Keys that are not parameters belong to the user."""
 
-    def __init__(self, owner: StateOwner) -> None:
+    def __init__(self, owner: StateOwner, dtypes: Mapping[str, torch.dtype]) -> None:
+        """`dtypes`: the dtypes of the entries that belong to the engine, by key. Other keys are the user's."""
         super().__init__(dict)
-        self._owner = weakref.ref(owner)
+        self._owner, self._dtypes = weakref.ref(owner), dtypes
 
     # ---- for the optimizer
 
     def set_entry(self, param: torch.Tensor, names: Collection[str]) -> None:
         """Sets the entry of a parameter that was updated: lazy tensors with these names."""
-        entry = super().setdefault(param, StateEntry())
+        entry = super().setdefault(param, StateEntry(self._dtypes))
         for name in names:
             dict.__setitem__(entry, name, self._lazy(param, name))
 
@@ -212,7 +215,7 @@ class OffloadedState(defaultdict[Any, Any]):
         """Removes the engine's keys from the entries of these parameters; the user's keys stay."""
         for param in params:
             entry = self.get(param, {})
-            for name in set(entry) & set(ENGINE_KEYS):
+            for name in set(entry) & set(self._dtypes):
                 dict.__delitem__(entry, name)
 
     def reset_entries(self, users: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -221,7 +224,7 @@ class OffloadedState(defaultdict[Any, Any]):
             super().__delitem__(key)
         for param, values in users.items():
             if values:
-                super().__setitem__(param, StateEntry(values))
+                super().__setitem__(param, StateEntry(self._dtypes, values))
 
     def user_entries(self, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
         """The user's own entries of each of these parameters."""
@@ -253,15 +256,14 @@ class OffloadedState(defaultdict[Any, Any]):
             return shard_of(optimizer._read_state(whole)[name])
 
         if name == "step":
-            return OffloadedTensor(torch.empty((), device="meta"), torch.float32, read)
-        dtype = torch.int16 if name == "remainder" else torch.float32
+            return OffloadedTensor(torch.empty((), device="meta"), self._dtypes[name], read)
         like = torch.empty_like(shard_of(param), device="meta")
-        return wrap_like(param, OffloadedTensor(like, dtype, read))
+        return wrap_like(param, OffloadedTensor(like, self._dtypes[name], read))
 
     # ---- for users
 
     def __missing__(self, key: Any) -> Any:
-        entry: dict[str, Any] = StateEntry() if isinstance(key, torch.Tensor) else {}
+        entry: dict[str, Any] = StateEntry(self._dtypes) if isinstance(key, torch.Tensor) else {}
         super().__setitem__(key, entry)
         return entry
 
@@ -272,17 +274,17 @@ class OffloadedState(defaultdict[Any, Any]):
         now = self.get(key, {})
         if value is now:
             return
-        theirs = {name: given for name, given in value.items() if name in ENGINE_KEYS}
-        if any(name in ENGINE_KEYS for name in now) and not theirs:
+        theirs = {name: given for name, given in value.items() if name in self._dtypes}
+        if any(name in self._dtypes for name in now) and not theirs:
             self._reset([key])
         else:
-            mine = {name: kept for name, kept in now.items() if name in ENGINE_KEYS}
+            mine = {name: kept for name, kept in now.items() if name in self._dtypes}
             same = theirs.keys() == mine.keys() and all(_is_same(theirs[name], mine[name]) for name in mine)
             _refuse_unless(same, "state[parameter] = {…}")
         entry = self[key]
-        for name in set(entry) - set(value) - set(ENGINE_KEYS):
+        for name in set(entry) - set(value) - set(self._dtypes):
             del entry[name]
-        entry.update(user_entries(value))
+        entry.update(user_entries(value, self._dtypes))
 
     def __delitem__(self, key: Any) -> None:
         if isinstance(key, torch.Tensor) and key in self:
@@ -353,9 +355,9 @@ class OffloadedState(defaultdict[Any, Any]):
             owner._reset_state(params)
 
 
-def user_entries(entry: Mapping[str, Any]) -> dict[str, Any]:
+def user_entries(entry: Mapping[str, Any], engine_keys: Collection[str]) -> dict[str, Any]:
     """The entries of a parameter's state that belong to the user, not to the engine."""
-    return {name: value for name, value in entry.items() if name not in ENGINE_KEYS}
+    return {name: value for name, value in entry.items() if name not in engine_keys}
 
 
 def _refuse_unless(allowed: bool, what: str) -> None:

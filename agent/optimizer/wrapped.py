@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.errors import ConfigError
 
 
@@ -17,14 +17,14 @@ class OptimizerWrapper(Protocol):
         """The optimizer that is wrapped."""
 
 
-def unwrapped(optimizer: Any, caller: str) -> AdamW:
+def unwrapped(optimizer: Any, caller: str) -> Optimizer:
     """Returns the `tidegate.AdamW` that is the given optimizer or is wrapped in it. Raises ConfigError if there is
     none.
 
     caller: name of the public function that was called with this optimizer, for the error's text.
     """
     inner = innermost(optimizer)
-    if isinstance(inner, AdamW):
+    if isinstance(inner, Optimizer):
         return inner
     raise ConfigError(
         f"{caller}() was given an {type(inner).__name__} of {type(inner).__module__}: give it a tidegate.AdamW, or a "
@@ -36,7 +36,7 @@ def innermost(optimizer: Any) -> Any:
     """Returns the innermost optimizer. Wrappers of Accelerate, Lightning and other frameworks hold the wrapped
     optimizer in the attribute `optimizer`; DeepSpeed's wrapper holds it in the attribute `tidegate`."""
     current = optimizer
-    while not isinstance(current, AdamW):
+    while not isinstance(current, Optimizer):
         inner = getattr(current, "tidegate", None) or getattr(current, "optimizer", None)
         if inner is None:
             break

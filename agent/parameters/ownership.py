@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tidegate.agent.parameters.shards import shard_of
 from tidegate.agent.parameters.subgroups import check_param
 from tidegate.errors import ParameterError
+from tidegate.rules.rule import UpdateRule
 
 log = logging.getLogger("tidegate")
 
@@ -30,6 +31,10 @@ class Owner(Protocol):
     @property
     def _is_of_this_process(self) -> bool:
         """False in a forked child that has inherited the optimizer."""
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule."""
 
     def _close_for_new_owner(self) -> None:
         """Closes this optimizer because another one takes its parameters."""
@@ -50,7 +55,7 @@ def claim(owner: Owner, params: Sequence[torch.Tensor], beside: Sequence[torch.T
     parent process.
     """
     for index, param in enumerate(params, start=len(beside)):
-        check_param(shard_of(param), index)
+        check_param(shard_of(param), index, owner.rule)
     _check_separate([shard_of(param) for param in (*beside, *params)])
     if _held_by_others(owner, params):
         gc.collect()

@@ -25,8 +25,8 @@ class LocalShard(torch.nn.Parameter):
     as `data`. Its gradients are reduced over ranks before they arrive.
 
     groups: process groups whose ranks have the other shards.
-    tail: number of its last elements that are updated with `Scalars.of_tail`: the elements after the last full vector
-        of DeepSpeed's CPU kernel.
+    tail: number of its last elements that do not fill a vector of DeepSpeed's CPU kernel. The update rule
+        "deepspeed_adamw" reads it.
     """
 
     groups: Groups
@@ -37,11 +37,6 @@ class LocalShard(torch.nn.Parameter):
         part: LocalShard = torch.Tensor._make_subclass(cls, data.data, False)
         part.groups, part.tail = groups, tail
         return part
-
-
-def tail_of(param: torch.Tensor) -> int:
-    """Number of elements at the end of a parameter that are updated separately from the others (`LocalShard.tail`)."""
-    return param.tail if isinstance(param, LocalShard) else 0
 
 
 def is_divided(tensor: torch.Tensor | None) -> TypeGuard[Any]:

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
 from tidegate.errors import ParameterError
 from tidegate.kernels import GradDtype, WeightFormat
 from tidegate.plan.ops import Subgroup
+from tidegate.rules.rule import StateTensor, UpdateRule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Format:
-    """Storage format of weight and state for one dtype. `aux` completes a 16-bit weight to fp32: a remainder or an fp32
-    master.
+    """Storage format of weight and state for one dtype and one update rule. `aux` completes a 16-bit weight to fp32: a
+    remainder or an fp32 master.
 
-    The state of n elements is one block: exp_avg (4n bytes), exp_avg_sq (4n), aux (`aux_bytes` · n).
+    The state of n elements is one block, in which each of `arrays` has n elements.
     """
 
     weight: WeightFormat
     grad: GradDtype
+    rule: UpdateRule
+
+    @property
+    def arrays(self) -> tuple[StateTensor, ...]:
+        """The rule's state tensors, then aux if there is one."""
+        aux = REMAINDER if self.weight is WeightFormat.BF16_REMAINDER else MASTER
+        return (*self.rule.tensors, *((aux,) if self.aux_bytes else ()))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each of `arrays`: the bytes per parameter of what stands before it in the block, and of the array itself.
+        Arrays of larger elements stand first, so that each array is aligned."""
+        order = sorted(self.arrays, key=lambda array: -array.nbytes)
+        before = dict(zip(order, accumulate((array.nbytes for array in order), initial=0), strict=False))
+        return tuple((before[array], array.nbytes) for array in self.arrays)
 
     @property
     def weight_bytes(self) -> int:
@@ -37,7 +55,12 @@ class Format:
 
     @property
     def state_bytes(self) -> int:
-        return 8 + self.aux_bytes
+        return self.rule.bytes_per_param + self.aux_bytes
+
+
+REMAINDER, MASTER = AUX_ARRAYS = StateTensor("remainder", "int16"), StateTensor("master", "float32")
+"""The arrays that complete a 16-bit weight to fp32, one or the other."""
+AUX_NAMES = frozenset(array.name for array in AUX_ARRAYS)
 
 
 GRAD_DTYPES: dict[torch.dtype, GradDtype] = {
@@ -58,9 +81,9 @@ def grad_dtype_of(param: torch.Tensor) -> torch.dtype:
     return getattr(param, "grad_dtype", None) or param.dtype
 
 
-def format_of(param: torch.Tensor) -> Format:
+def format_of(param: torch.Tensor, rule: UpdateRule) -> Format:
     """The storage format for the dtype of a parameter and of its gradients."""
-    return Format(WEIGHT_FORMATS[param.dtype], GRAD_DTYPES[grad_dtype_of(param)])
+    return Format(WEIGHT_FORMATS[param.dtype], GRAD_DTYPES[grad_dtype_of(param)], rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +133,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def check_param(param: torch.Tensor, index: int) -> None:
-    """Raises ParameterError if this parameter cannot be offloaded. index: number of the parameter."""
+def check_param(param: torch.Tensor, index: int, rule: UpdateRule) -> None:
+    """Raises ParameterError if this parameter cannot be offloaded, or cannot be updated by `rule`. index: number of the
+    parameter."""
+    if not rule.least_dims <= param.dim() <= rule.most_dims:
+        raise ParameterError(
+            f"Parameter {index} has {param.dim()} dimensions; the update rule {rule.name!r} takes {rule.least_dims} to "
+            f"{rule.most_dims}: give the parameter to another optimizer."
+        )
     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_FORMATS)
     if param.dtype not in WEIGHT_FORMATS:
         is_double = param.dtype == torch.float64
@@ -140,7 +169,9 @@ def check_distinct(params: Sequence[torch.Tensor]) -> None:
         raise ParameterError("A parameter is listed more than once in a param group: list each once.")
 
 
-def make_subgroups(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int) -> tuple[Layout, ...]:
+def make_subgroups(
+    groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int, rule: UpdateRule
+) -> tuple[Layout, ...]:
     """Subgroups of at most `subgroup_numel` elements, in order; each has parameters of one group and one format."""
     layouts: list[Layout] = []
     segments: list[Segment] = []
@@ -156,9 +187,9 @@ def make_subgroups(groups: Sequence[Sequence[torch.Tensor]], subgroup_numel: int
     index = 0
     for group, params in enumerate(groups):
         for param in params:
-            if key != (group, format_of(param)):
+            if key != (group, format_of(param, rule)):
                 close()
-                key = (group, format_of(param))
+                key = (group, format_of(param, rule))
             offset = 0
             while offset < param.numel():
                 take = min(param.numel() - offset, subgroup_numel - filled)

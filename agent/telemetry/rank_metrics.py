@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.telemetry.exporter import Exporter
 from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures, GpuSampler
@@ -30,7 +30,7 @@ class RankMetrics:
 
     def __init__(
         self,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         recorder: Recorder,
         generation: Callable[[], int],
         bind: str,
@@ -87,7 +87,7 @@ class RankMetrics:
         self._exporter.close()
 
 
-def _sampler(optimizer: AdamW, recorder: Recorder) -> GpuSampler | None:
+def _sampler(optimizer: Optimizer, recorder: Recorder) -> GpuSampler | None:
     """A started GPU sampler; None for a device that is not a GPU."""
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     if optimizer.device.kind != "cuda" or device is None or device.type != "cuda":

@@ -15,8 +15,8 @@ from cachetools import LRUCache
 from tidegate.agent.calibration.saved_rate_card import saved_rate_card
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
-from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.gradient_arrival import GradientArrival
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
@@ -87,7 +87,7 @@ class Recorder:
     training thread. `lock` guards the data that several threads read.
     """
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.lock = threading.RLock()
         self.steps = 0
         """Number of steps recorded since this recorder was created."""
@@ -280,7 +280,7 @@ def _ran(step: FinishedStep) -> StepTrace | None:
     )
 
 
-def _saved_card(optimizer: AdamW) -> RateCard | None:
+def _saved_card(optimizer: Optimizer) -> RateCard | None:
     """Rate card of a saved calibration for this machine and these paths; None when there is none."""
     offload, store = optimizer.offload, optimizer.engine.store
     return saved_rate_card(

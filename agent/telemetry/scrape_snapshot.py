@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.telemetry.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
@@ -56,8 +56,8 @@ class CurrentState:
 
 
 def read_current_state(
-    optimizer: AdamW, capacities: Mapping[str, int], generation: int, overhead: Mapping[str, float], gpu: GpuFigures,
-    thread_failures: int = 0,
+    optimizer: Optimizer, capacities: Mapping[str, int], generation: int, overhead: Mapping[str, float],
+    gpu: GpuFigures, thread_failures: int = 0,
 ) -> CurrentState:  # fmt: skip
     """Reads the current state; may be called from any thread. `capacities`: capacity of each path in bytes, read once
     at the start."""

@@ -7,7 +7,7 @@ header are little-endian. The data have the byte order of the machine that wrote
 
     byte   size
     0      8     "TIDEGATE"
-    8      4     version of the format, 1
+    8      4     version of the format, 2
     12     4     0x01020304 in the byte order of the data
     16     16    id of the run
     32     16    name of the update rule, ASCII, filled up with zeros
@@ -22,9 +22,13 @@ header are little-endian. The data have the byte order of the machine that wrote
     96     8     bytes of data: numel × bytes per parameter
     104    8     number of blocks
     112    8     checksum of the weights that the state belongs to
-    120    4·n   checksum of each block; that of the last block includes the zero padding
+    120    256   names and dtypes of the rule's state tensors (`UpdateRule.tensors_text`), ASCII, filled up with zeros
+    376    4·n   checksum of each block; that of the last block includes the zero padding
     …            zeros
     end-4  4     CRC-32 (zlib's) of all header bytes before it
+
+In version 1, which is read but not written, the checksums of blocks begin at byte 120, and the tensors are those of
+AdamW.
 """
 
 from __future__ import annotations
@@ -53,17 +57,22 @@ from tidegate.errors import (
     WeightsMismatch,
     WrongStep,
 )
+from tidegate.rules.adamw import RULE as AdamW
+from tidegate.rules.rule import MAX_NAME, MAX_TENSORS_TEXT
 
 PAGE_BYTES: Final = 4096
 MAGIC: Final = b"TIDEGATE"
-VERSION: Final = 1
+VERSION: Final = 2
+VERSION_WITHOUT_TENSORS: Final = 1
+"""Version of the format whose header does not name the state tensors: it was written for AdamW's state only."""
+VERSIONS: Final = (VERSION_WITHOUT_TENSORS, VERSION)
 BYTE_ORDER_MARKS: Final = {"little": 0x01020304, "big": 0x04030201}
 """Value of the byte order mark, read as little-endian, for each byte order of the data."""
 
 _START: Final = struct.Struct("<8sII")
 _FIELDS: Final = struct.Struct("<16s16sIIQQIIQQQQQ")
 _CHECKSUM: Final = struct.Struct("<I")
-_BLOCKS_AT: Final = _START.size + _FIELDS.size
+_TENSORS_AT: Final = _START.size + _FIELDS.size
 
 FileName = str | os.PathLike[str]
 
@@ -76,8 +85,9 @@ class ChecksumKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """Identity of the state in a state file: update rule, rank, subgroup, number of parameters, weight format and bytes
-    of state per parameter. State may be loaded from a file only if all these values are the expected ones."""
+    """Identity of the state in a state file: update rule, rank, subgroup, number of parameters, weight format, bytes of
+    state per parameter, and state tensors. State may be loaded from a file only if all these values are the expected
+    ones."""
 
     rule: str
     """Name of the update rule: 1 to 16 ASCII characters."""
@@ -87,11 +97,15 @@ class StateKind:
     weight_format: int
     state_bytes: int
     """Bytes of state per parameter."""
+    tensors: str = AdamW.tensors_text
+    """Names and dtypes of the rule's state tensors (`UpdateRule.tensors_text`)."""
 
     def __post_init__(self) -> None:
-        if not (self.rule.isascii() and self.rule.isprintable() and 1 <= len(self.rule) <= 16):
-            raise ValueError(f"rule is {self.rule!r}, it must be 1 to 16 printable ASCII characters")
-        for name, least in (("rank", 0), ("subgroup", 0), ("numel", 1), ("weight_format", 0), ("state_bytes", 1)):
+        if not (self.rule.isascii() and self.rule.isprintable() and 1 <= len(self.rule) <= MAX_NAME):
+            raise ValueError(f"rule is {self.rule!r}, it must be 1 to {MAX_NAME} printable ASCII characters")
+        if not (self.tensors.isascii() and len(self.tensors) <= MAX_TENSORS_TEXT):
+            raise ValueError(f"tensors is {self.tensors!r}, it must be at most {MAX_TENSORS_TEXT} ASCII characters")
+        for name, least in (("rank", 0), ("subgroup", 0), ("numel", 1), ("weight_format", 0), ("state_bytes", 0)):
             _at_least(name, getattr(self, name), least)
 
     @property
@@ -117,6 +131,7 @@ class Header:
     weights_checksum: int
     """Checksum of the weights that the state belongs to, at most 64 bits."""
     checksum_kind: ChecksumKind = ChecksumKind.CRC32C
+    version: int = VERSION
 
     def __post_init__(self) -> None:
         if len(self.run_id) != 16:
@@ -140,12 +155,12 @@ class Header:
     @property
     def header_bytes(self) -> int:
         """Bytes of the header, which is also the offset of the data."""
-        return header_bytes(len(self.block_checksums))
+        return header_bytes(len(self.block_checksums), self.version)
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the whole file: header, data and padding."""
-        return file_bytes(self.data_bytes, self.block_bytes)
+        return self.header_bytes + padded_bytes(self.data_bytes)
 
     def block(self, index: int) -> tuple[int, int]:
         """Offset in the file and length in bytes of one block. The last block includes the padding."""
@@ -158,15 +173,16 @@ class Header:
 
     def pack(self) -> bytes:
         """The header as bytes, `header_bytes` long. ValueError when a number does not fit."""
-        kind = self.kind
+        kind, room = self.kind, _tensors_bytes(self.version)
         try:
             packed = (
-                _START.pack(MAGIC, VERSION, BYTE_ORDER_MARKS[sys.byteorder])
+                _START.pack(MAGIC, self.version, BYTE_ORDER_MARKS[sys.byteorder])
                 + _FIELDS.pack(
                     self.run_id, kind.rule.encode("ascii"), kind.rank, kind.weight_format, kind.subgroup, kind.numel,
                     kind.state_bytes, self.checksum_kind, self.step, self.block_bytes, self.data_bytes,
                     len(self.block_checksums), self.weights_checksum,
                 )
+                + kind.tensors.encode("ascii").ljust(room, b"\0")[:room]
                 + struct.pack(f"<{len(self.block_checksums)}I", *self.block_checksums)
             )  # fmt: skip
         except struct.error as error:
@@ -235,9 +251,14 @@ def num_blocks(data_bytes: int, block_bytes: int) -> int:
     return -(-data_bytes // block_bytes)
 
 
-def header_bytes(num_blocks: int) -> int:
+def header_bytes(num_blocks: int, version: int = VERSION) -> int:
     """Bytes of the header of a file with `num_blocks` blocks, rounded up to whole pages."""
-    return padded_bytes(_BLOCKS_AT + _CHECKSUM.size * num_blocks + _CHECKSUM.size)
+    return padded_bytes(_TENSORS_AT + _tensors_bytes(version) + _CHECKSUM.size * num_blocks + _CHECKSUM.size)
+
+
+def _tensors_bytes(version: int) -> int:
+    """Bytes of the text that names the state tensors."""
+    return 0 if version == VERSION_WITHOUT_TENSORS else MAX_TENSORS_TEXT
 
 
 def file_bytes(data_bytes: int, block_bytes: int) -> int:
@@ -260,7 +281,7 @@ def bytes_to_read(first_page: bytes | bytearray | memoryview, file: FileName) ->
     view = memoryview(first_page).cast("B")
     _check_start(view, file)
     try:
-        return header_bytes(_count_blocks(view, file))
+        return header_bytes(_count_blocks(view, file), _version_of(view))
     except HeaderContradiction:
         _check_version(view, file)
         raise
@@ -275,19 +296,23 @@ def _check_start(view: memoryview, file: FileName) -> int:
     """Checks the first fields of the header, by which a state file is recognised, and returns its byte order mark."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not view:
         raise NotAStateFile(file, bytes(view[: len(MAGIC)]), MAGIC)
-    if len(view) < _BLOCKS_AT:
+    if len(view) < _TENSORS_AT:
         raise HeaderTruncated(file, f"{len(view):,} bytes", f"at least {PAGE_BYTES:,}")
     _, _, mark = _START.unpack_from(view)
     return int(mark)
 
 
 def _check_version(view: memoryview, file: FileName) -> None:
-    """Raises NewerFormat when a later version of Tidegate wrote the header. If the header's checksum is right with this
-    version's number in place of the stored one, this version wrote the header, and only its version number is damaged:
-    then this function returns, and `_check_whole` raises."""
+    """Raises NewerFormat when a later version of Tidegate wrote the header. If the header's checksum is right with a
+    known version number in place of the stored one, only this number is damaged: then this function returns, and
+    `_check_whole` raises."""
     _, version, mark = _START.unpack_from(view)
-    if version > VERSION and not _is_whole_with(VERSION, view, mark):
+    if version > VERSION and not any(_is_whole_with(known, view, mark) for known in VERSIONS):
         raise NewerFormat(file, f"version {version}", f"at most {VERSION}")
+
+
+def _version_of(view: memoryview) -> int:
+    return int(_START.unpack_from(view)[1])
 
 
 def _is_whole_with(version: int, view: memoryview, mark: int) -> bool:
@@ -315,7 +340,7 @@ def _count_blocks(view: memoryview, file: FileName) -> int:
 def _check_whole(view: memoryview, file: FileName) -> int:
     """Checks that the header is complete and matches its checksum, and returns its size in bytes. HeaderTruncated or
     HeaderDamaged otherwise."""
-    nbytes = header_bytes(_count_blocks(view, file))
+    nbytes = header_bytes(_count_blocks(view, file), _version_of(view))
     if len(view) < nbytes:
         raise HeaderTruncated(file, f"{len(view):,} bytes", f"{nbytes:,}")
     end = nbytes - _CHECKSUM.size
@@ -338,18 +363,25 @@ def _read(view: memoryview, file: FileName) -> Header:
     if data_bytes != numel * state_bytes:
         found = f"{data_bytes:,} bytes for {numel:,} parameters of {state_bytes}"
         raise HeaderContradiction(file, found, f"{numel * state_bytes:,} bytes")
-    checksums = struct.unpack_from(f"<{count}I", view, _BLOCKS_AT)
+    version = _version_of(view)
+    if version not in VERSIONS:
+        raise HeaderContradiction(file, f"format version {version}, which does not exist", f"format version {VERSION}")
+    blocks_at = _TENSORS_AT + _tensors_bytes(version)
+    checksums = struct.unpack_from(f"<{count}I", view, blocks_at)
+    tensors = _text(view[_TENSORS_AT:blocks_at]) if version != VERSION_WITHOUT_TENSORS else AdamW.tensors_text
     try:
-        # In Latin-1 each byte is a character: StateKind refuses those that are not ASCII.
-        kind = StateKind(rule.rstrip(b"\0").decode("latin-1"), rank, subgroup, numel, weight_format, state_bytes)
-        header = Header(kind, run_id, step, block_bytes, checksums, weights_checksum, ChecksumKind(checksum_kind))
+        kind = StateKind(_text(rule), rank, subgroup, numel, weight_format, state_bytes, tensors)
+        header = Header(
+            kind, run_id, step, block_bytes, checksums, weights_checksum, ChecksumKind(checksum_kind), version
+        )
     except ValueError as error:
         raise HeaderContradiction(file, f"an invalid value ({error})", "only values that Tidegate writes") from error
     if header.pack() != view:
-        _, version, _ = _START.unpack_from(view)
-        if version != VERSION:
-            raise HeaderContradiction(
-                file, f"format version {version}, which does not exist", f"format version {VERSION}"
-            )
         raise HeaderContradiction(file, "bytes other than 0 after the values", "bytes that are 0")
     return header
+
+
+def _text(field: bytes | memoryview) -> str:
+    """The text of a field that is filled up with zeros. In Latin-1 each byte is a character: StateKind refuses those
+    that are not ASCII."""
+    return bytes(field).rstrip(b"\0").decode("latin-1")

@@ -26,7 +26,6 @@ from tidegate.plan.tier_split import PathSpeeds
 log = logging.getLogger("tidegate.tiers")
 
 CALIBRATION_BYTES: Final = 64 << 20
-UPDATE_RULE: Final = "adamw"
 NO_LIMIT_BYTES: Final = 1 << 62
 """Value used as the free bytes of a path without a capacity limit."""
 FORMAT_NUMBERS: Final = {fmt: number for number, fmt in enumerate(WeightFormat)}
@@ -281,6 +280,7 @@ def _close(paths: Mapping[str, StoragePath | ObjectPath]) -> None:
 
 def state_kind(layout: Layout, rank: int) -> StateKind:
     """Identity of the subgroup's state, as written in the header of its file."""
+    form, rule = layout.format, layout.format.rule
     return StateKind(
-        UPDATE_RULE, rank, layout.id, layout.numel, FORMAT_NUMBERS[layout.format.weight], layout.format.state_bytes
+        rule.stored_as, rank, layout.id, layout.numel, FORMAT_NUMBERS[form.weight], form.state_bytes, rule.tensors_text
     )

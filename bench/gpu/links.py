@@ -14,7 +14,9 @@ import torch
 from bench.gpu.target import Target, run_stage, spread
 from tidegate.agent.devices.base import Copy, Device, UpdateRun
 from tidegate.agent.devices.selection import choose_device
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, instruction_set, scalars
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, instruction_set
+from tidegate.kernels.adamw import IMPLEMENTATION
+from tidegate.kernels.adamw.scalars import scalars
 from tidegate.plan.ops import D2H, DEVICE, H2D
 
 ROUNDS = 7
@@ -62,8 +64,10 @@ def link(device: Device, lanes: list[str], nbytes: int) -> dict[str, dict[str, f
 
 
 def _run(numel: int, weight: int, aux: int, exp_avg: int, exp_avg_sq: int, grad: int) -> UpdateRun:
-    values = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3)
-    return UpdateRun(numel, weight, WeightFormat.BF16_REMAINDER, aux, exp_avg, exp_avg_sq, grad, GradDtype.BF16, values)
+    values, moments = scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3), (exp_avg, exp_avg_sq)
+    return UpdateRun(
+        numel, weight, WeightFormat.BF16_REMAINDER, aux, moments, grad, GradDtype.BF16, values, IMPLEMENTATION
+    )
 
 
 def device_update(device: Device, numel: int) -> dict[str, float]:

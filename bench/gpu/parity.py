@@ -10,7 +10,8 @@ import torch
 
 import tidegate
 from bench.gpu.target import Target, run_stage
-from tidegate.kernels import GradDtype, WeightFormat, scalars
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw.scalars import scalars
 from tidegate.kernels.arithmetic import oracle
 
 STEPS = 50
@@ -55,7 +56,7 @@ class Oracle:
         values = scalars(lr, beta1, beta2, eps, decay, self.steps)
         for param, weight, (m, v) in zip(self.params, self.weights, self.moments, strict=True):
             grad = param.grad.detach().cpu().contiguous().numpy().ravel()
-            oracle.adamw_update(weight, WeightFormat.F32, None, m, v, grad, GradDtype.F32, values)
+            oracle.update(weight, WeightFormat.F32, None, (m, v), grad, GradDtype.F32, values)
 
     def num_different(self) -> int:
         found = [p.detach().cpu().numpy().ravel().view(np.uint32) for p in self.params]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import streamlit as st
 
-from tidegate.capacity.machine import GPUS, STATE_BYTES
+from tidegate.capacity.machine import AUX_BYTES, GPUS
 from tidegate.capacity.model_shapes import MODELS, ModelShape, model_from_config
 from tidegate.dashboard.data import plan_question
 from tidegate.dashboard.data.plan_question import Question
@@ -34,7 +34,7 @@ def form() -> tuple[Question, ModelShape | None]:
     microbatch = _whole(two, "Micro-batch", "microbatch", asked, 1, 4096, "Sequences of a GPU at a time.")
     accumulation = _whole(three, "Accumulation", "accumulation", asked, 1, 4096, "Micro-batches for each update.")
     left, right = st.columns([4, 5], vertical_alignment="bottom")
-    weight = _choice(left, "Weights", "weight", asked, list(STATE_BYTES))
+    weight = _choice(left, "Weights", "weight", asked, list(AUX_BYTES))
     checkpointing = right.checkbox(
         "Recompute", key=_at("checkpointing", asked.checkpointing),
         help="Activation checkpointing: they are kept at block boundaries and computed again in the backward.",

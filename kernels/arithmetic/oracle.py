@@ -1,18 +1,18 @@
 """Reference implementation of the kernels in NumPy: the specification that every kernel must equal bit for bit.
 
-bf16 is stored as uint16 bits; fp16 is float16. Operations are + − × ÷ √ and, where DeepSpeed uses it, fused
-multiply-add; each is rounded once, in the order written here.
+bf16 is stored as uint16 bits; fp16 is float16. Each operation is rounded once, in the order written here. The
+arithmetic of an update rule is in the module `oracle` of the rule's folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.kernels.arithmetic.scalars import SCALAR_NAMES, Arithmetic, GradDtype, Scalars, WeightFormat
+from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
@@ -96,80 +96,26 @@ def store_weight(master: F32, weight: Array, weight_format: WeightFormat, aux: A
         aux[:] = master
 
 
-def adamw_update(
+OracleStep = Callable[[F32, F32, Sequence[Array], Any], F32]
+"""The arithmetic of a rule: `step(weight, grad, tensors, scalars)` returns the new weight, and changes the state
+tensors in place. Weight and gradient are fp32."""
+
+
+def update(
+    step: OracleStep,
     weight: Array,
     weight_format: WeightFormat,
     aux: Array | None,
-    exp_avg: F32,
-    exp_avg_sq: F32,
+    tensors: Sequence[Array],
     grad: Array,
     grad_dtype: GradDtype,
-    scalars: Scalars,
+    scalars: Any,
 ) -> None:
-    """One AdamW or Adam update in place. Arrays have one dimension and the same length; `aux` is None for F32."""
-    s = {name: np.float32(getattr(scalars, name)) for name in SCALAR_NAMES}
+    """One update in place with the arithmetic of `step`. Arrays have one dimension and the same length; `aux` is None
+    for F32; `tensors` are the rule's state tensors."""
     with np.errstate(all="ignore"):
-        p = load_weight(weight, weight_format, aux)
-        g = load_gradient(grad, grad_dtype) * s["grad_scale"]
-        if scalars.arithmetic is Arithmetic.TORCH:
-            p, m, v = _torch_step(p, exp_avg, exp_avg_sq, g, s)
-        else:
-            p, m, v = _deepspeed_step(p, exp_avg, exp_avg_sq, g, s, scalars.arithmetic is Arithmetic.DEEPSPEED_TAIL)
-    exp_avg[:] = m
-    exp_avg_sq[:] = v
+        p = step(load_weight(weight, weight_format, aux), load_gradient(grad, grad_dtype), tensors, scalars)
     store_weight(p, weight, weight_format, aux)
-
-
-def _torch_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32]) -> tuple[F32, F32, F32]:
-    if s["l2"] != 0:
-        g = g + s["l2"] * p
-    p = p * s["decay"]
-    m = m + (g - m) * s["one_minus_beta1"]
-    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
-    denominator: F32 = np.sqrt(v) * s["inverse_bias_correction2_sqrt"] + s["eps"]
-    p = p - s["step_size"] * (m / denominator)
-    return p, m, v
-
-
-def _deepspeed_step(p: F32, m: F32, v: F32, g: F32, s: Mapping[str, np.float32], is_tail: bool) -> tuple[F32, F32, F32]:
-    """One update step with the arithmetic of DeepSpeed 0.19's cpu_adam. Returns the new weight, and both moments.
-
-    p, m, v, g: weight, both moments and gradient in fp32. s: scalars by name. Sources in DeepSpeed:
-    csrc/includes/cpu_adam.h, and csrc/adam/cpu_adam_impl.cpp for the elements after the last full vector (is_tail).
-    """
-    if s["l2"] != 0:
-        g = fma(p, s["l2"], g)
-    square = g * g
-    if is_tail:
-        m = fma(m, s["beta1"], g * s["one_minus_beta1"])
-        v = fma(v, s["beta2"], square * s["one_minus_beta2"])
-    else:
-        m = fma(g, s["one_minus_beta1"], m * s["beta1"])
-        v = fma(square, s["one_minus_beta2"], v * s["beta2"])
-    quotient = m / fma(np.sqrt(v), s["inverse_bias_correction2_sqrt"], s["eps"])
-    if s["decay"] != 0:
-        p = fma(p, -s["decay"], p)
-    return fma(quotient, -s["step_size"], p), m, v
-
-
-def fma(a: F32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
-    """Fused multiply-add: a × b + c in fp32, rounded once.
-
-    The product is exact in fp64. The fp64 sum is rounded to odd: its last bit is 1 if the sum is inexact, so that the
-    second rounding, to fewer than half of the bits, gives the correct result.
-    """
-    product = a.astype(np.float64) * b.astype(np.float64)
-    added = c.astype(np.float64)
-    total = product + added
-    # The exact rounding error of the sum (Knuth's TwoSum).
-    part = total - product
-    excess = (total - part - product) - (added - part)
-    bits = total.view(np.int64)
-    even = np.isfinite(total) & (excess != 0) & (bits & 1 == 0)
-    towards_zero = (excess > 0) == (total > 0)
-    bits += np.where(even, np.where(towards_zero, -1, 1), 0)
-    rounded: F32 = total.astype(np.float32)
-    return rounded
 
 
 def sum_of_squares(elements: Array, dtype: GradDtype) -> tuple[float, int]:

@@ -3,9 +3,9 @@ differences are known before training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 
 from tidegate.kernels.arithmetic import oracle
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
-from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
+from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
+from tidegate.kernels.arithmetic.implementation import TritonUpdate
 
 NUMEL = 1100
 """Number of elements of each array of the self-test. It is no multiple of the kernel's block, so that the test covers a
@@ -38,11 +39,10 @@ class TrialUpdate:
     weight: int
     weight_format: WeightFormat
     aux: int
-    exp_avg: int
-    exp_avg_sq: int
+    tensors: tuple[int, ...]
     grad: int
     grad_dtype: GradDtype
-    scalars: Scalars
+    scalars: Any
 
 
 @dataclass(frozen=True)
@@ -54,41 +54,24 @@ class TrialGradient:
     dtype: GradDtype
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A variant of the update, apart from the weight's format: gradient dtype, scalars and alignment. Kernels are
-    compiled for each variant."""
+def differences(kernels: GpuKernels, device: torch.device, update: TritonUpdate) -> list[str]:
+    """Runs each kernel on `device`, in each variant for which it is compiled, and waits. Returns the names of the
+    results that differ from the oracle's by any bit.
 
-    name: str
-    grads: Mapping[WeightFormat, GradDtype]
-    scalars: Scalars
-    is_aligned: bool = True
-
-
-def variants() -> tuple[Variant, ...]:
-    """The variants of the update that the self-test runs. Together they cover every branch of the kernel. They are not
-    all combinations, because it would take minutes to compile these."""
-    adamw = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37)
-    adam = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37, decoupled=False)
-    deepspeed = replace(adamw, arithmetic=Arithmetic.DEEPSPEED, decay=1e-4)
-    return (
-        Variant("", USUAL_GRADS, adamw),
-        Variant(" (Adam's L2, another gradient, unaligned)", OTHER_GRADS, adam, is_aligned=False),
-        Variant(" (DeepSpeed's arithmetic)", USUAL_GRADS, deepspeed),
-    )
-
-
-def differences(kernels: GpuKernels, device: torch.device) -> list[str]:
-    """Runs each kernel in each of `variants` on `device`, and waits. Returns the names of the results that differ from
-    the oracle's by any bit.
+    update: the rule's trials. Every other one has unusual gradients and unaligned arrays: so trials and arrays reach
+        each branch, but not every combination, which would take minutes to compile.
 
     Errors of a launch are not caught.
     """
+    found = []
     with _current_device(device):
-        found = [
-            f"the update of {weight.name} weights{variant.name}"
-            for variant in variants() for weight in WeightFormat if not _updates(kernels, device, weight, variant)
-        ]  # fmt: skip
+        for number, (name, values) in enumerate(update.trials.items()):
+            is_usual = number % 2 == 0
+            words = ", ".join(filter(None, (name, "" if is_usual else "another gradient, unaligned")))
+            found += [
+                f"the update of {weight.name} weights" + (f" ({words})" if words else "")
+                for weight in WeightFormat if not _updates(kernels, device, update, weight, values, is_usual)
+            ]  # fmt: skip
         return found + [f"the sum of squares of {name} gradients" for name in _wrong_sums(kernels, device)]
 
 
@@ -96,19 +79,19 @@ def _current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _updates(kernels: GpuKernels, device: torch.device, weight_format: WeightFormat, variant: Variant) -> bool:
-    """Runs one update on normal and denormal numbers. Returns whether all results equal those of the oracle bit for
-    bit."""
-    grad_dtype, values = variant.grads[weight_format], variant.scalars
-    master, exp_avg, grad = _numbers(3)
-    exp_avg_sq = np.square(exp_avg)  # where exp_avg is small, this is denormal
-    weight, aux = _weight(master, weight_format)
-    arrays = (weight, aux, exp_avg, exp_avg_sq, _as_grad(grad, grad_dtype))
-    tensors = [None if array is None else _on_device(array, device, variant.is_aligned) for array in arrays]
+def _updates(
+    kernels: GpuKernels, device: torch.device, update: TritonUpdate, form: WeightFormat, values: Any, is_usual: bool
+) -> bool:
+    """Whether one update of normal and denormal numbers equals the oracle's bit for bit."""
+    grad_dtype = (USUAL_GRADS if is_usual else OTHER_GRADS)[form]
+    master, numbers, grad = _numbers(3)
+    weight, aux = _weight(master, form)
+    state = update.trial_state(numbers)
+    arrays = (weight, aux, _as_grad(grad, grad_dtype), *state)
+    tensors = [None if array is None else _on_device(array, device, is_usual) for array in arrays]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    kernels.update([TrialUpdate(NUMEL, at[0], weight_format, at[1], at[2], at[3], at[4], grad_dtype, values)])
-    with np.errstate(all="ignore"):
-        oracle.adamw_update(weight, weight_format, aux, exp_avg, exp_avg_sq, arrays[4], grad_dtype, values)
+    kernels.update([TrialUpdate(NUMEL, at[0], form, at[1], tuple(at[3:]), at[2], grad_dtype, values)])
+    update.oracle(weight, form, aux, state, arrays[2], grad_dtype, values)
     return all(
         tensor is None or array is None or np.array_equal(tensor.cpu().numpy(), array.view(np.uint8))
         for tensor, array in zip(tensors, arrays, strict=True)

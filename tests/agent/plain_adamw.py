@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tidegate.agent.parameters.subgroups import format_of
-from tidegate.kernels import scalars
+from tidegate.kernels.adamw import oracle as adamw_oracle
+from tidegate.kernels.adamw.scalars import scalars
 from tidegate.kernels.arithmetic import oracle
-from tidegate.kernels.arithmetic.scalars import GradDtype, WeightFormat
+from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
+from tidegate.rules.adamw import RULE
 
 WEIGHT_DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
 """For tests that try each: with bf16 weights there is most to keep, a remainder and the moments."""
@@ -71,8 +73,8 @@ class PlainAdamW:
                 grad_scale=-scale if group.get("maximize") else scale,
                 decoupled=group.get("decoupled_weight_decay", True),
             )  # fmt: skip
-            oracle.adamw_update(
-                param.weight, param.format, param.aux, param.exp_avg, param.exp_avg_sq, grad, param.grad, chosen
+            adamw_oracle.update(
+                param.weight, param.format, param.aux, (param.exp_avg, param.exp_avg_sq), grad, param.grad, chosen
             )
 
     def add(self, group: dict[str, Any]) -> None:
@@ -88,7 +90,7 @@ class PlainAdamW:
 
 
 def _fresh(param: torch.Tensor) -> PlainParam:
-    weight, n, fmt = array(param), param.numel(), format_of(param)
+    weight, n, fmt = array(param), param.numel(), format_of(param, RULE)
     aux: np.ndarray[Any, Any] | None = None
     if fmt.weight is WeightFormat.BF16_REMAINDER:
         aux = np.zeros(n, np.int16)

@@ -13,7 +13,9 @@ from tests.kernels.arithmetic.states import State, assert_same, by_oracle, of, o
 from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.devices.gpu_kernels import load_kernels
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw import IMPLEMENTATION
+from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +29,7 @@ VALUES = [
 
 
 def test_triton_does_the_updates() -> None:
-    assert load_kernels(torch.device(GPU)).__name__ == "tidegate.kernels.arithmetic.triton_adamw"  # type: ignore[attr-defined]
+    assert load_kernels(torch.device(GPU), IMPLEMENTATION).__name__ == "tidegate.kernels.adamw.triton_adamw"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -47,7 +49,15 @@ def on_gpu(runtime: TorchCuda, state: State, weight_format: WeightFormat, grad_d
     tensors = [None if a is None else torch.from_numpy(a.view(np.uint8).copy()).to(GPU) for a in state.arrays()]
     weight, aux, exp_avg, exp_avg_sq, grad = (0 if t is None else t.data_ptr() for t in tensors)
     run = UpdateRun(
-        len(state.exp_avg), weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype, VALUES[which]
+        len(state.exp_avg),
+        weight,
+        weight_format,
+        aux,
+        (exp_avg, exp_avg_sq),
+        grad,
+        grad_dtype,
+        VALUES[which],
+        IMPLEMENTATION,
     )
     stream = runtime.new_stream("device")
     runtime.stream_waits(stream, runtime.record(runtime.current_stream()))

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import check_path_name
+from tidegate.rules.rule import find
 from tidegate.speeds.rate_card import RateCard
 
 GB: Final = 10**9
@@ -198,8 +199,9 @@ class Workload:
 
     sequence: tokens of a sequence. microbatch: sequences of one rank in a micro-batch. accumulation: micro-batches of
     each update. weight: dtype of weights and gradients. checkpointing: activations are kept at block boundaries and
-    computed again in the backward. subgroup_numel: parameters of a subgroup. num_slots, host_slots: number of staging
-    slots (buffers that subgroups use in turns during the update) on the GPU, and in host memory for each path.
+    computed again in the backward. rule: name of the update rule. subgroup_numel: parameters of a subgroup. num_slots,
+    host_slots: number of staging slots (buffers that subgroups use in turns during the update) on the GPU, and in host
+    memory for each path.
     """
 
     sequence: int = 2048
@@ -207,6 +209,7 @@ class Workload:
     accumulation: int = 1
     weight: str = "bfloat16"
     checkpointing: bool = True
+    rule: str = "adamw"
     subgroup_numel: int = 100_000_000
     num_slots: int = 2
     host_slots: int = 3
@@ -216,21 +219,23 @@ class Workload:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}={value!r} is out of range: it must be at least 1.")
-        if self.weight not in STATE_BYTES:
-            raise ConfigError(f"weight={self.weight!r} is unknown: use one of {', '.join(STATE_BYTES)}.")
+        if self.weight not in AUX_BYTES:
+            raise ConfigError(f"weight={self.weight!r} is unknown: use one of {', '.join(AUX_BYTES)}.")
+        find(self.rule)
 
     @property
     def weight_bytes(self) -> int:
         return 4 if self.weight == "float32" else 2
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
-        return STATE_BYTES[self.weight]
+        """Bytes of state per parameter."""
+        return find(self.rule).bytes_per_param + AUX_BYTES[self.weight]
 
 
-STATE_BYTES: Final = {"bfloat16": 10, "float16": 12, "float32": 8}
-"""Bytes of state per parameter: both moments in fp32, and what completes a 16-bit weight to fp32 (for bf16 its missing
-16 bits, for fp16 an fp32 master weight)."""
+AUX_BYTES: Final = {"bfloat16": 2, "float16": 4, "float32": 0}
+"""Bytes per parameter of what completes a weight to fp32, by dtype of weights: for bf16 its missing 16 bits, for fp16
+an fp32 master weight."""
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -40,8 +40,9 @@ def settings(plan: CapacityPlan) -> dict[str, Any]:
 def python(plan: CapacityPlan) -> str:
     """Python code for a training script, with the numbers of the plan. Replace a number by `auto` to let the tuner
     change it."""
-    lines = ["import tidegate", "", "optimizer = tidegate.AdamW("]
-    lines += ["    model.parameters(),", "    lr=3e-4,"]
+    rule = plan.work.rule
+    lines = ["import tidegate", "", f"optimizer = tidegate.{'AdamW' if rule == 'adamw' else 'Optimizer'}("]
+    lines += ["    model.parameters(),", *([] if rule == "adamw" else [f'    rule="{rule}",']), "    lr=3e-4,"]
     if plan.fit.gradients == "release":
         lines.append("    max_grad_norm=1.0,  # gradients are released as they arrive: clip here, not in the script")
     lines += ["    offload=tidegate.Offload("]
@@ -56,7 +57,8 @@ def python(plan: CapacityPlan) -> str:
 
 
 def deepspeed(plan: CapacityPlan) -> dict[str, Any]:
-    """DeepSpeed's configuration, with a block `tidegate` that has the same names as the arguments of `Offload`."""
+    """DeepSpeed's configuration, with a block `tidegate` that has the same names as the arguments of `Offload`. The
+    update rule there is AdamW."""
     work = plan.work
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.microbatch,

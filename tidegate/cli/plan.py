@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from tidegate.capacity.machine import GB, GPUS, STATE_BYTES, Machine, Workload, gpu_named, parse_path
+from tidegate.capacity.machine import AUX_BYTES, GB, GPUS, Machine, Workload, gpu_named, parse_path
 from tidegate.capacity.model_shapes import model_from
 from tidegate.capacity.planner import CapacityPlan, plan_capacity
 from tidegate.capacity.recipe import deepspeed, deepspeed_text, python
 from tidegate.capacity.recommendations import Change, best_changes
 from tidegate.errors import ConfigError
+from tidegate.rules.rule import names
 from tidegate.speeds.saved_calibration import Calibration
 from tidegate.terminal import say
 
@@ -37,7 +38,8 @@ def plan(
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
     microbatch: Annotated[int, typer.Option(help="Sequences of a rank at a time.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Micro-batches for each update.")] = 1,
-    weight: Annotated[str, typer.Option(help=f"Dtype of weights: {', '.join(STATE_BYTES)}.")] = "bfloat16",
+    weight: Annotated[str, typer.Option(help=f"Dtype of weights: {', '.join(AUX_BYTES)}.")] = "bfloat16",
+    rule: Annotated[str, typer.Option(help=f"Update rule: {', '.join(names())}.")] = "adamw",
     checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward.")] = True,
     host_bandwidth: Annotated[float, typer.Option(help="GB/s that a node's memory moves.")] = 200,
     fabric: Annotated[float, typer.Option(help="GB/s of a GPU to other nodes.")] = 12,
@@ -62,7 +64,12 @@ def plan(
         flop_share=flop_share,
     )
     work = Workload(
-        sequence=sequence, microbatch=microbatch, accumulation=accumulation, weight=weight, checkpointing=checkpointing
+        sequence=sequence,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        weight=weight,
+        checkpointing=checkpointing,
+        rule=rule,
     )
     found = plan_capacity(
         model_from(model), machine if rates is None else machine.measured(_load_calibration(rates).card), work
@@ -119,7 +126,9 @@ def _assumptions(found: CapacityPlan) -> Iterator[str]:
     yield from ("", "Assumed:")
     yield from (f"  {sentence}" for sentence in found.assumptions)
     if found.fits:
-        yield from ("", "Configuration:", "", python(found), "or for DeepSpeed:", "", deepspeed_text(found))
+        yield from ("", "Configuration:", "", python(found))
+        if found.work.rule == "adamw":
+            yield from ("or for DeepSpeed:", "", deepspeed_text(found))
 
 
 def _figures(found: CapacityPlan) -> Iterator[str]:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tidegate
 from tidegate.agent.control.attachment import Attachment
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.demo import DemoOptions
 from tidegate.demo.devices import DemoDevices, choose_devices
 from tidegate.demo.services import start_daemon, start_view
@@ -123,7 +123,7 @@ class Session:
             stack.callback(daemon.stop)
         return url
 
-    def _attach(self, optimizer: AdamW, model: torch.nn.Module, url: str) -> Attachment:
+    def _attach(self, optimizer: Optimizer, model: torch.nn.Module, url: str) -> Attachment:
         return tidegate.attach(
             optimizer,
             model,
@@ -146,7 +146,7 @@ class Session:
         stack.callback(_remove_empty, [*paths.values(), self.folder / "storage"])
         return {**paths}
 
-    def _build(self, paths: dict[str, Path | str]) -> tuple[AdamW, torch.nn.Module]:
+    def _build(self, paths: dict[str, Path | str]) -> tuple[Optimizer, torch.nn.Module]:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -179,7 +179,7 @@ class Session:
         return optimizer, model
 
     def _announce(
-        self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, url: str, view: str | None
+        self, model: torch.nn.Module, optimizer: Optimizer, attachment: Attachment, url: str, view: str | None
     ) -> None:
         params = sum(p.numel() for p in model.parameters())
         say = self.console.print
@@ -213,7 +213,7 @@ class Session:
             webbrowser.open(dashboard.page_to_open(link, view))
 
     def _train(
-        self, model: torch.nn.Module, optimizer: AdamW, attachment: Attachment, text: torch.Tensor, summary: Summary
+        self, model: torch.nn.Module, optimizer: Optimizer, attachment: Attachment, text: torch.Tensor, summary: Summary
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -250,7 +250,7 @@ class Session:
         )
 
     def _show_progress(
-        self, progress: Progress, task: Any, step: int, loss: float, optimizer: AdamW, attachment: Attachment
+        self, progress: Progress, task: Any, step: int, loss: float, optimizer: Optimizer, attachment: Attachment
     ) -> None:
         """Updates the progress bar on a terminal; otherwise prints a line after every tenth of the steps."""
         self._check_interrupted()

@@ -14,7 +14,7 @@ from rich.table import Table
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
-from tidegate.agent.optimizer.adamw import AdamW
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.timeline.chrome_trace import write_trace
 from tidegate.timeline.timeline import Timeline
 
@@ -27,7 +27,7 @@ _DONE = {"read": "read", "write": "written"}
 class Summary:
     """Collects figures during training. Figures named `planned` come from plans, the others from measurements."""
 
-    def __init__(self, run: str, optimizer: AdamW, attachment: Attachment) -> None:
+    def __init__(self, run: str, optimizer: Optimizer, attachment: Attachment) -> None:
         self.run = run
         self._optimizer = optimizer
         self._attachment = attachment

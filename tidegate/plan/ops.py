@@ -118,8 +118,8 @@ class Subgroup:
     """Bytes per parameter of the weight on the device."""
     grad_bytes: int
     state_bytes: int
-    """Bytes per parameter of the state that is stored between steps: both moments, and what completes a 16-bit weight
-    to fp32 (its missing 16 bits, or an fp32 master weight)."""
+    """Bytes per parameter of the state that is stored between steps: the tensors of the update rule, and what completes
+    a 16-bit weight to fp32 (its missing 16 bits, or an fp32 master weight)."""
 
     def nbytes(self, content: Content) -> int:
         per_param = {"gradient": self.grad_bytes, "weight": self.weight_bytes, "state": self.state_bytes}

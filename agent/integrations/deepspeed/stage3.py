@@ -1,8 +1,9 @@
 """ZeRO-3 optimizer that uses Tidegate's engine. Partitioning, communication and loss scale are DeepSpeed's; state,
 gradients once they are reduced, the update and all swapping are Tidegate's.
 
-Each parameter's partition on this rank is a parameter of a `tidegate.AdamW`, in the memory of DeepSpeed's flat buffers.
-When DeepSpeed reads or writes the whole fp32 state (for checkpoints), tensors in DeepSpeed's layout exist for a time.
+Each parameter's partition on this rank is a parameter of a `tidegate.Optimizer`, in the memory of DeepSpeed's flat
+buffers. Where DeepSpeed reads or writes the whole fp32 state (checkpoints), it temporarily gets tensors in its own
+layout.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ from tidegate.agent.engine.phases import StepPhases
 from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.integrations.deepspeed import state as states
 from tidegate.agent.integrations.deepspeed.norm import ZeroNorm, gradient_factor
-from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
-from tidegate.agent.integrations.deepspeed.state import FlatPosition, FlatState
+from tidegate.agent.integrations.deepspeed.state import MOMENTS, FlatPosition, FlatState
 from tidegate.agent.integrations.deepspeed.vectors import vector_numel
-from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
-from tidegate.agent.optimizer.state_dicts import MOMENTS
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.parameters.shards import LocalShard
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
@@ -44,16 +43,15 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """ZeRO-3 optimizer that replaces DeepSpeed's (the base class) if the configuration has a `"tidegate"` block.
-    `tidegate`: the `tidegate.AdamW` inside, for example for `tidegate.attach`."""
+    """ZeRO-3 optimizer that replaces its base class where the configuration has a `"tidegate"` block. `tidegate`: the
+    `tidegate.Optimizer` inside, for example for `tidegate.attach`."""
 
-    tidegate: AdamW
+    tidegate: Optimizer
 
     def __init__(self, offload: Offload, module: Any, init_optimizer: Any, *args: Any, **given: Any) -> None:
         self._offload = offload
         self._flats: list[FlatState] | None = None
         self._result: StepResult | None = None
-        self._scalars: CpuAdamScalars | None = None
         super().__init__(module, init_optimizer, *args, **given)
 
     # ---- construction
@@ -88,13 +86,12 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._sources = list(by_group)
         """For each param group of Tidegate's optimizer, the number of the DeepSpeed param group that it was made
         from."""
-        self.tidegate = AdamW(
+        self.tidegate = Optimizer(
             [{"params": by_group[source], **self._hyperparameters(source)} for source in self._sources],
-            decoupled=is_decoupled(self.optimizer), max_grad_norm=self.clip_grad or None, offload=self._offload,
+            "deepspeed_adamw" if is_cpu_adam else "adamw", decoupled_weight_decay=is_decoupled(self.optimizer),
+            max_grad_norm=self.clip_grad or None, offload=self._offload,
         )  # fmt: skip
         self.tidegate.make_factor = gradient_factor
-        if is_cpu_adam:
-            self._scalars = self.tidegate.make_scalars = CpuAdamScalars()
         self.tidegate.observers.append(self._on_step)
         self._parts: list[LocalShard] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
@@ -244,11 +241,10 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._post_step({OPTIMIZER_STEP_TIMER})
 
     def _take_hyperparameters(self) -> None:
-        groups = self.tidegate.param_groups
-        for group, source in zip(groups, self._sources, strict=True):
-            group |= self._hyperparameters(source)
-        if self._scalars is not None:
-            self._scalars.several_betas = len({tuple(map(float, group["betas"])) for group in groups}) > 1
+        present = [self._hyperparameters(source) for source in self._sources]
+        several_betas = len({tuple(map(float, given["betas"])) for given in present}) > 1
+        for group, given in zip(self.tidegate.param_groups, present, strict=True):
+            group |= {**given, "several_betas": several_betas}
         self.tidegate.max_grad_norm = self.clip_grad or None
         self.tidegate.grad_scale = self.loss_scale  # type: ignore[attr-defined]
 

@@ -11,14 +11,15 @@ import torch
 
 from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.optimizer.adamw import AdamW
-from tidegate.agent.optimizer.state_dicts import MOMENTS
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.parameters.subgroups import Segment, flat
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError, MemoryBudgetError
+from tidegate.rules.adamw import RULE as AdamW
 
-BYTES_PER_PARAM = 12
-"""Bytes of fp32 weight, exp_avg and exp_avg_sq together."""
+MOMENTS = tuple(tensor.name for tensor in AdamW.tensors)
+BYTES_PER_PARAM = 4 + AdamW.bytes_per_param
+"""Bytes of fp32 weight and moments together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def check_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
         )
 
 
-def idle_engine(optimizer: AdamW) -> Engine:
+def idle_engine(optimizer: Optimizer) -> Engine:
     """Waits until no update is running and returns the optimizer's engine. If the user has changed weights of the
     model, their fp32 weights in the state are set to the changed values first."""
     optimizer.wait()
@@ -98,9 +99,8 @@ def idle_engine(optimizer: AdamW) -> Engine:
     return engine
 
 
-def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
-    """Copies the optimizer's state into `flats`, one for each DeepSpeed subgroup. `positions`: for each part (this
-    rank's partition of one parameter), its place in `flats`."""
+def read_all(optimizer: Optimizer, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
+    """Copies the state of all parts into `flats`. `positions`: position of each part."""
     engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
@@ -114,7 +114,7 @@ def read_all(optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequenc
 
 
 def write_all(
-    optimizer: AdamW, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
+    optimizer: Optimizer, positions: Sequence[FlatPosition], flats: Sequence[FlatState], steps: Sequence[int]
 ) -> None:
     """Loads fp32 weights and moments from `flats`, one for each DeepSpeed subgroup, into the optimizer, and sets the
     model's weights to the rounded fp32 weights. `positions`: for each part (this rank's partition of one parameter),
@@ -132,9 +132,9 @@ def write_all(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
-    """Copies one array of the state to a new fp32 tensor in host memory. `part`: number of a part (this rank's
-    partition of one parameter). `name`: name of a moment; None for the fp32 weights."""
+def read_part(optimizer: Optimizer, part: int, name: str | None) -> torch.Tensor:
+    """Copies the state of one part to a new fp32 tensor in host memory. `name`: name of a moment; None for the fp32
+    weights."""
     engine = idle_engine(optimizer)
     found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
     for layout in engine.gradients.subgroups_of(part):
@@ -147,10 +147,9 @@ def read_part(optimizer: AdamW, part: int, name: str | None) -> torch.Tensor:
     return found
 
 
-def write_part(optimizer: AdamW, part: int, name: str | None, values: torch.Tensor) -> None:
-    """Sets one array of the state to `values`. `part`: number of a part (this rank's partition of one parameter).
-    `name`: name of a moment; None for the fp32 weights. If fp32 weights are set, the model's weights are set to the
-    rounded values, too."""
+def write_part(optimizer: Optimizer, part: int, name: str | None, values: torch.Tensor) -> None:
+    """Sets one state array of one part to `values`. `name`: name of a moment; None for the fp32 weights. With the fp32
+    weights, the model's weights are also set, to the rounded values."""
     engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)

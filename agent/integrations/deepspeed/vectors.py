@@ -9,8 +9,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, adamw_update
+from tidegate.agent.devices.base import UpdateRun
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels.deepspeed_adamw import IMPLEMENTATION, of_tail
+from tidegate.kernels.deepspeed_adamw.scalars import scalars
 
 log = logging.getLogger("tidegate.deepspeed")
 
@@ -24,7 +26,7 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 
 def vector_numel(cpu_adam: Any) -> int:
     """Number of elements that DeepSpeed's op `cpu_adam` updates at once. Elements left over at the end of an array are
-    updated one by one, with another rounding (`kernels.Arithmetic`).
+    updated one by one, with another rounding (`Arithmetic.DEEPSPEED_TAIL`).
 
     The width is found by comparing the results of one update, because the op may have been built for another machine,
     or with a compiler that fuses operations differently. If no width gives the same bits, 1 is returned and a warning
@@ -60,10 +62,12 @@ def _updated_by(cpu_adam: Any) -> list[torch.Tensor]:
 
 def _updated_here(width: int) -> list[torch.Tensor]:
     """Runs the test update with Tidegate's kernel and this vector width, and returns the arrays."""
-    values, found, body = CpuAdamScalars()(LR, *BETAS, EPS, DECAY, step=1), _arrays(), NUMEL - NUMEL % width
+    values, found, body = scalars(LR, BETAS, EPS, DECAY, step=1), _arrays(), NUMEL - NUMEL % width
     with ThreadPool(1) as pool:
-        for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):
-            weight, exp_avg, exp_avg_sq, grad = (array[part].data_ptr() for array in found)
+        for part, chosen in ((slice(body), values), (slice(body, None), of_tail(values))):
+            weight, *tensors, grad = (array[part].data_ptr() for array in found)
             numel = len(found[0][part])
-            adamw_update(pool, numel, weight, WeightFormat.F32, 0, exp_avg, exp_avg_sq, grad, GradDtype.F32, chosen)
+            UpdateRun(
+                numel, weight, WeightFormat.F32, 0, tuple(tensors), grad, GradDtype.F32, chosen, IMPLEMENTATION
+            ).apply(pool)
     return found

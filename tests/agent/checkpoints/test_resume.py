@@ -281,7 +281,7 @@ def test_manifests_come_back_as_they_were(saved: tuple[Run, tidegate.Checkpoint]
     manifest = saved[1].manifest
     assert Manifest.unpack(manifest.pack(), Path("f")) == manifest
     (tmp_path / "newer").write_bytes(manifest.pack())
-    repack(tmp_path / "newer", version=3)
+    repack(tmp_path / "newer", version=4)
     with pytest.raises(NewerFormat):
         Manifest.unpack((tmp_path / "newer").read_bytes(), Path("f"))
     for data in (b"", b"[]", b'{"crc32": 1}', b'{"crc32": 1, "checkpoint": 3}', manifest.pack()[:-9]):

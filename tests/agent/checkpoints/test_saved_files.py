@@ -103,7 +103,7 @@ def as_version_1(checkpoint: tidegate.Checkpoint) -> None:
     """As Tidegate wrote it before files had checksums."""
     path = checkpoint.directory / "rank0.json"
     values = json.loads(path.read_bytes())["checkpoint"]
-    del values["files"]
+    del values["files"], values["tensors"]
     values["version"] = 1
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": values}, indent=1))

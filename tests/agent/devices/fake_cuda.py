@@ -28,10 +28,10 @@ from tests.agent.devices.fake_memory import DEVICE, DevicePages, Registered
 from tests.agent.devices.vector_clocks import Clock, Order, RaceError, Range
 from tidegate.agent.devices.base import Copy, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import Norms
-from tidegate.kernels import ThreadPool, adamw_update, copy, fill, sum_of_squares
+from tidegate.kernels import ThreadPool, copy, fill, sum_of_squares
 
 FRAMEWORK = "framework"
-ADDRESSES = ("weight", "aux", "exp_avg", "exp_avg_sq", "grad")
+ADDRESSES = ("weight", "aux", "grad")
 """Of an `UpdateRun`."""
 
 
@@ -352,7 +352,8 @@ class FakeCuda:
         assert on_device or not nbytes, f"{address:#x} is not on the device"
 
     def _reachable(self, run: UpdateRun) -> UpdateRun:
-        return replace(run, **{at: self._pages.reachable(getattr(run, at)) for at in ADDRESSES})
+        found = {at: self._pages.reachable(getattr(run, at)) for at in ADDRESSES}
+        return replace(run, tensors=tuple(map(self._pages.reachable, run.tensors)), **found)
 
     def _checked(self, look: Callable[[], None]) -> None:
         if self.error is not None:
@@ -405,15 +406,13 @@ def _real(address: int) -> int:
 def _ranges(run: UpdateRun) -> list[tuple[int, int]]:
     """Addresses and bytes of what an update works on; the gradient is only read."""
     n, form = run.numel, run.weight_format
-    sizes = ((run.grad, run.grad_dtype.nbytes), (run.weight, form.weight_bytes), (run.exp_avg, 4), (run.exp_avg_sq, 4))
-    return [(address, n * size) for address, size in (*sizes, (run.aux, form.aux_bytes)) if size]
+    sizes = ((run.grad, run.grad_dtype.nbytes), (run.weight, form.weight_bytes))
+    tensors = zip(run.tensors, (tensor.nbytes for tensor in run.implementation.rule.tensors), strict=True)
+    return [(address, n * size) for address, size in (*sizes, *tensors, (run.aux, form.aux_bytes)) if size]
 
 
 def apply(run: UpdateRun, pool: ThreadPool) -> None:
-    adamw_update(
-        pool, run.numel, run.weight, run.weight_format, run.aux, run.exp_avg, run.exp_avg_sq, run.grad, run.grad_dtype,
-        run.scalars,
-    )  # fmt: skip
+    run.implementation.update(pool, run)
 
 
 def _nothing() -> None:

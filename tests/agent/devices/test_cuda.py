@@ -19,10 +19,12 @@ from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.devices.selection import choose_device
 from tidegate.errors import MemoryBudgetError, ParameterError
-from tidegate.kernels import GradDtype
+from tidegate.kernels import GradDtype, implementation
 from tidegate.plan.ops import D2H, DEVICE, H2D
 
 # ---- memory
+
+ADAMW = implementation("adamw")
 
 
 def test_what_does_not_fit_is_refused_with_figures() -> None:
@@ -150,12 +152,12 @@ def on(*names: str) -> list[Any]:
 
 
 def test_the_emulated_device_serves_weights_on_the_cpu() -> None:
-    assert isinstance(choose_device(tidegate.Offload(), [torch.zeros(3)]), EmulatedDevice)
+    assert isinstance(choose_device(tidegate.Offload(), [torch.zeros(3)], ADAMW), EmulatedDevice)
 
 
 def test_the_emulated_device_holds_the_state_of_all_subgroups_however_small() -> None:
     params = [torch.zeros(5500)]
-    device = choose_device(tidegate.Offload(subgroup_numel=1), params)
+    device = choose_device(tidegate.Offload(subgroup_numel=1), params, ADAMW)
     device.adopt(params[0])
     assert len({device.alloc(12) for _ in range(5500)}) == 5500
 
@@ -163,12 +165,12 @@ def test_the_emulated_device_holds_the_state_of_all_subgroups_however_small() ->
 def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
 
-    def runtime(device: torch.device) -> FakeCuda:
+    def runtime(device: torch.device, **_: object) -> FakeCuda:
         chosen.append(device)
         return FakeCuda(memory_bytes=1000)
 
     monkeypatch.setattr(selection, "TorchCuda", runtime)
-    device = choose_device(tidegate.Offload(device_memory_bytes=400), on("cuda:1", "cuda:1"))
+    device = choose_device(tidegate.Offload(device_memory_bytes=400), on("cuda:1", "cuda:1"), ADAMW)
     assert chosen == [torch.device("cuda:1")]
     assert (device.kind, device.capacity_bytes) == ("cuda", 400)
 
@@ -184,19 +186,19 @@ def test_the_gpu_that_the_parameters_are_on(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_what_no_one_device_serves(params: list[Any], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ParameterError, match=says):
-        choose_device(tidegate.Offload(**settings), params)
+        choose_device(tidegate.Offload(**settings), params, ADAMW)
 
 
 @pytest.mark.parametrize(("queues", "warns"), [("1", True), ("3", True), ("8", False), ("", False), ("many", False)])
 def test_few_queues_of_the_gpu_are_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, queues: str, warns: bool
 ) -> None:
-    monkeypatch.setattr(selection, "TorchCuda", lambda _: FakeCuda())
+    monkeypatch.setattr(selection, "TorchCuda", lambda *_, **__: FakeCuda())
     monkeypatch.setattr(selection, "_warned", set())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            choose_device(tidegate.Offload(), on("cuda:0"))
+            choose_device(tidegate.Offload(), on("cuda:0"), ADAMW)
     said = [one.message for one in caplog.records if "CUDA_DEVICE_MAX_CONNECTIONS" in one.message]
     assert len(said) == warns
     assert all(f"={queues}" in one and "set it to 8 or more" in one for one in said)
@@ -205,5 +207,5 @@ def test_few_queues_of_the_gpu_are_warned_of_once(
 def test_the_emulated_device_needs_no_queues(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with caplog.at_level(logging.WARNING):
-        choose_device(tidegate.Offload(), [torch.zeros(3)])
+        choose_device(tidegate.Offload(), [torch.zeros(3)], ADAMW)
     assert not caplog.records

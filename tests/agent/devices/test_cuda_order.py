@@ -341,8 +341,8 @@ NEEDED = (
     "d2h waits for framework in MemoryRunner._grad_d2h < MemoryRunner.run",
     "device waits for framework in Engine._order_after_framework < Engine.step",
     "device waits for framework in MemoryRunner._grad_norm < MemoryRunner.run",
-    "framework waits for device in Engine.wait_for_weights < AdamW._wait_for_weights",
-    "framework waits for h2d in Engine.wait_for_weights < AdamW._wait_for_weights",
+    "framework waits for device in Engine.wait_for_weights < Optimizer._wait_for_weights",
+    "framework waits for h2d in Engine.wait_for_weights < Optimizer._wait_for_weights",
     "h2d waits for framework in Engine._order_after_framework < Engine._launch",
     # Where the host looks at what lanes have done.
     "host waits for d2h in StateMemory._load_to_host < StateMemory.arrays",

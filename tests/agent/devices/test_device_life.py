@@ -139,7 +139,7 @@ def failing_after(close: Callable[..., None]) -> Callable[..., None]:
     return failing
 
 
-def refused_after_a_buffer(_params: object, _layouts: object, device: CudaDevice, **_: object) -> None:
+def refused_after_a_buffer(_params: object, _layouts: object, device: CudaDevice, _rule: object, **_: object) -> None:
     device.host_buffer(100)
     raise ValueError("refused on purpose")
 

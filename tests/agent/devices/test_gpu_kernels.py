@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import functools
 import importlib
+import itertools
 import logging
 import subprocess
 import sysconfig
@@ -21,31 +21,30 @@ from triton.runtime import build
 from tests.kernels.arithmetic.states import State, by_oracle
 from tidegate.agent.devices import cuda_torch, gpu_kernels
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.devices.gpu_kernels import TORCH, TRITON, load_kernels
-from tidegate.kernels.arithmetic import oracle, self_test, torch_adamw
+from tidegate.agent.devices.gpu_kernels import load_kernels
+from tidegate.kernels import implementation
+from tidegate.kernels.adamw import TRITON
+from tidegate.kernels.adamw.scalars import Arithmetic
+from tidegate.kernels.arithmetic import oracle, self_test, torch_kernels
 from tidegate.kernels.arithmetic.device_calls import GpuKernels, Gradient, Update
-from tidegate.kernels.arithmetic.scalars import Arithmetic
 
 CPU = torch.device("cpu")
+ADAMW = implementation("adamw")
+IN_TORCH = ADAMW.in_torch("cpu")
+"""What takes Triton's place."""
 MODULE = "#include <Python.h>\nPyMODINIT_FUNC PyInit_launcher(void) { return NULL; }"
 """Like what Triton compiles before its first launch."""
 
 
-class TorchOnCpu:
-    """kernels/arithmetic/torch_adamw.py on the CPU: what Triton's place is taken by here."""
-
-    update = staticmethod(functools.partial(torch_adamw.update, device_type="cpu"))
-    sum_of_squares = staticmethod(torch_adamw.sum_of_squares)
-
-
-class Exact(TorchOnCpu):
+class Exact:
     """Kernels that give the oracle's bits, as Triton's do on a machine that lacks nothing."""
 
     @staticmethod
     def update(runs: Sequence[Update]) -> None:
         for run in runs:
-            arrays = [_array(run, name) for name in ("weight", "aux", "exp_avg", "exp_avg_sq", "grad")]
-            by_oracle(State(*arrays), run.weight_format, run.grad_dtype, run.scalars)
+            weight, aux, grad = (_array(run, name) for name in ("weight", "aux", "grad"))
+            moments = (_view(address, run.numel, "F32") for address in run.tensors)
+            by_oracle(State(weight, aux, *moments, grad), run.weight_format, run.grad_dtype, run.scalars)
 
     @staticmethod
     def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
@@ -65,7 +64,7 @@ def _array(run: Update, name: str) -> Any:
 def _view(address: int, numel: int, kind: str) -> Any:
     dtypes = {"AUX2": torch.int16, "AUX4": torch.float32, "F32": torch.float32}
     dtypes |= {"F16": torch.float16, "F16_MASTER": torch.float16}
-    found = torch_adamw.wrap(address, numel, dtypes.get(kind, torch.uint16), "cpu")
+    found = torch_kernels.wrap(address, numel, dtypes.get(kind, torch.uint16), "cpu")
     return found.numpy()
 
 
@@ -95,14 +94,14 @@ def _a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, triton: Any, torch_kernels: Any = TorchOnCpu) -> None:
-    """Puts these in the place of both kernels. An exception as `triton` is what its import raises."""
+def installed(monkeypatch: pytest.MonkeyPatch, triton: Any) -> None:
+    """Puts this in the place of Triton's kernels. An exception is what their import raises."""
 
     def import_module(name: str) -> Any:
-        found = {TRITON: triton, TORCH: torch_kernels}[name]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        assert name == TRITON.module
+        if isinstance(triton, Exception):
+            raise triton
+        return triton
 
     monkeypatch.setattr(gpu_kernels, "importlib", SimpleNamespace(import_module=import_module))
 
@@ -160,8 +159,8 @@ def test_what_triton_lacks_at_its_first_launch_is_one_warning(
     installed(monkeypatch, Needy)
     lacks(monkeypatch, tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert load_kernels(CPU) is TorchOnCpu
-        assert load_kernels(CPU) is TorchOnCpu
+        assert load_kernels(CPU, ADAMW) == IN_TORCH
+        assert load_kernels(CPU, ADAMW) == IN_TORCH
     (warning,) = caplog.messages
     assert cause in warning
     assert remedy in warning
@@ -176,7 +175,7 @@ def test_without_triton_torch_does_the_updates_and_says_so(
 ) -> None:
     installed(monkeypatch, error)
     with caplog.at_level(logging.WARNING):
-        assert load_kernels(CPU) is TorchOnCpu
+        assert load_kernels(CPU, ADAMW) == IN_TORCH
     (warning,) = caplog.messages
     assert str(error) in warning
     assert "pip install 'triton>=3.6'" in warning
@@ -199,7 +198,7 @@ def test_the_remedy_is_for_what_went_wrong(
 
     installed(monkeypatch, SimpleNamespace(update=update))
     with caplog.at_level(logging.WARNING):
-        load_kernels(CPU)
+        load_kernels(CPU, ADAMW)
     (warning,) = caplog.messages
     assert str(error).split(":")[0] in warning
     assert remedy in warning
@@ -213,12 +212,12 @@ def test_other_bits_than_the_oracles_are_refused(
         def update(runs: Sequence[Update]) -> None:
             Exact.update(runs)
             for run in runs:
-                squares = torch_adamw.wrap(run.exp_avg_sq, run.numel, torch.float32, "cpu")
+                squares = torch_kernels.wrap(run.tensors[1], run.numel, torch.float32, "cpu")
                 squares.masked_fill_(squares < torch.finfo(torch.float32).tiny, 0.0)
 
     installed(monkeypatch, Flushing)
     with caplog.at_level(logging.WARNING):
-        assert load_kernels(CPU) is TorchOnCpu
+        assert load_kernels(CPU, ADAMW) == IN_TORCH
     assert "differ from the reference implementation: the update of F32 weights" in caplog.text
 
 
@@ -234,13 +233,19 @@ def has_another_gradient(run: Update) -> bool:
     return run.grad_dtype is not self_test.USUAL_GRADS[run.weight_format]
 
 
-def is_deepspeeds(run: Update) -> bool:
-    return run.scalars.arithmetic is Arithmetic.DEEPSPEED
+def is_of_a_tail(run: Update) -> bool:
+    return run.scalars.arithmetic is Arithmetic.DEEPSPEED_TAIL
 
 
-@pytest.mark.parametrize("fails_for", [has_l2, is_unaligned, has_another_gradient, is_deepspeeds])
+@pytest.mark.parametrize(
+    ("fails_for", "rule"),
+    [
+        *itertools.product((has_l2, is_unaligned, has_another_gradient), ("adamw", "deepspeed_adamw")),
+        (is_of_a_tail, "deepspeed_adamw"),
+    ],
+)
 def test_a_form_that_only_some_groups_and_layouts_ask_for_is_tried_before_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_for: Callable[[Update], bool]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_for: Callable[[Update], bool], rule: str
 ) -> None:
     """Triton compiles each form at its first launch: not in a lane's thread."""
 
@@ -253,7 +258,7 @@ def test_a_form_that_only_some_groups_and_layouts_ask_for_is_tried_before_traini
 
     installed(monkeypatch, Uncompiled)
     with caplog.at_level(logging.WARNING):
-        assert load_kernels(CPU) is TorchOnCpu
+        assert load_kernels(CPU, implementation(rule)) == implementation(rule).in_torch("cpu")
     assert "ptxas fatal: unsupported form" in caplog.text
 
 
@@ -262,7 +267,7 @@ def test_kernels_that_run_are_taken_in_silence(
 ) -> None:
     installed(monkeypatch, Exact)
     with caplog.at_level(logging.DEBUG):
-        assert load_kernels(CPU) is Exact
+        assert load_kernels(CPU, ADAMW) is Exact
     assert caplog.messages == []
 
 
@@ -274,21 +279,22 @@ def test_a_sum_in_another_order_is_told() -> None:
             out_bad[1] += 1
 
     kernels: Any = Backwards
-    assert self_test.differences(kernels, CPU) == ["the sum of squares of BF16 gradients"]
+    assert self_test.differences(kernels, CPU, TRITON) == ["the sum of squares of BF16 gradients"]
 
 
 def test_where_torchs_own_kernels_fail_the_device_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def update(runs: Sequence[Update]) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-    installed(monkeypatch, SimpleNamespace(update=update), SimpleNamespace(update=update))
+    installed(monkeypatch, SimpleNamespace(update=update))
+    monkeypatch.setattr(torch_kernels.TorchKernels, "update", lambda _, runs: update(runs))
     with pytest.raises(RuntimeError, match="no kernel image"):
-        load_kernels(CPU)
+        load_kernels(CPU, ADAMW)
 
 
 def test_the_runtime_tries_its_kernels_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[torch.device] = []
-    monkeypatch.setattr(cuda_torch, "load_kernels", tried.append)
+    monkeypatch.setattr(cuda_torch, "load_kernels", lambda device, rule: tried.append(device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     TorchCuda(torch.device("cuda:1"))
@@ -296,7 +302,7 @@ def test_the_runtime_tries_its_kernels_when_it_is_made(monkeypatch: pytest.Monke
 
 
 def test_both_modules_offer_what_a_device_calls() -> None:
-    for name in (TRITON, TORCH):
-        kernels: GpuKernels = importlib.import_module(name)
+    found: list[GpuKernels] = [importlib.import_module(TRITON.module), IN_TORCH]
+    for kernels in found:
         assert callable(kernels.update)
         assert callable(kernels.sum_of_squares)

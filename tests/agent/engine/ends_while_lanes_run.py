@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from tidegate.agent.devices.base import DoneEvent, Event
+from tidegate.agent.devices.base import DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.plan_progress import IssuedOp
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, adamw_update, scalars
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels.adamw import IMPLEMENTATION
+from tidegate.kernels.adamw.scalars import scalars
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import Op
 
@@ -37,10 +39,10 @@ class Runner:
         while time.monotonic() < until:
             for _ in range(100):
                 weight.as_strided((10, 10), (10, 1))
-            adamw_update(
-                self.pool, 1000, weight.data_ptr(), WeightFormat.F32, 0, first.data_ptr(), second.data_ptr(),
-                grad.data_ptr(), GradDtype.F32, settings,
-            )  # fmt: skip
+            UpdateRun(
+                1000, weight.data_ptr(), WeightFormat.F32, 0, (first.data_ptr(), second.data_ptr()), grad.data_ptr(),
+                GradDtype.F32, settings, IMPLEMENTATION,
+            ).apply(self.pool)  # fmt: skip
         print(op.kind, flush=True)
         return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 

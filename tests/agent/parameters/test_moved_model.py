@@ -54,7 +54,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The GPUs that were asked for."""
     found: list[torch.device] = []
 
-    def runtime(device: torch.device) -> FakeCuda:
+    def runtime(device: torch.device, **_: object) -> FakeCuda:
         found.append(device)
         return AtOnce()
 
@@ -342,7 +342,7 @@ def test_a_dtype_that_cannot_be_offloaded_is_refused_and_can_be_taken_back() -> 
 
 
 def test_knobs_that_do_not_fit_the_new_device_are_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "TorchCuda", lambda _: AtOnce(memory_bytes=2000))
+    monkeypatch.setattr(selection, "TorchCuda", lambda *_, **__: AtOnce(memory_bytes=2000))
     params = placed_params()
     optimizer = tidegate.AdamW(params, offload=tidegate.Offload(static_ratio=1.0, stride="off", emulated=FAST))
     move(params)

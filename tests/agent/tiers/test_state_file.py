@@ -47,8 +47,7 @@ HEADER = Header(
     block_checksums=(0xAABBCCDD, 0x01020304, 0xFFFFFFFF),
     weights_checksum=0x1122334455667788,
 )
-GOLDEN = (
-    "5449444547415445" "01000000" "04030201"  # magic, version, byte order
+FIELDS = (
     "000102030405060708090a0b0c0d0e0f"  # run
     "6164616d770000000000000000000000"  # rule
     "03000000" "01000000"  # rank, weight format
@@ -57,8 +56,14 @@ GOLDEN = (
     "2900000000000000" "0010000000000000"  # step, block bytes
     "1027000000000000" "0300000000000000"  # data bytes, blocks
     "8877665544332211"  # weights
-    "ddccbbaa" "04030201" "ffffffff"  # blocks
 )  # fmt: skip
+BLOCKS = "ddccbbaa04030201ffffffff"
+GOLDEN = (
+    "5449444547415445" "02000000" "04030201"  # magic, version, byte order
+    + FIELDS + b"exp_avg:float32 exp_avg_sq:float32".ljust(256, b"\0").hex() + BLOCKS
+)  # fmt: skip
+GOLDEN_1 = "54494445474154450100000004030201" + FIELDS + BLOCKS
+"""The header of the format's first version, which names no tensors."""
 
 
 def with_checksum(body: bytes) -> bytes:
@@ -76,9 +81,29 @@ def test_the_bytes_are_these() -> None:
     packed = HEADER.pack()
     assert packed[: len(golden)] == golden
     assert set(packed[len(golden) : -4]) == {0}
-    assert packed[-4:].hex() == "fcbd4e66"
+    assert packed[-4:].hex() == "5e58b4dc"
     assert len(packed) == PAGE_BYTES
     assert Header.unpack(packed, "f") == HEADER
+
+
+def test_the_first_version_is_read() -> None:
+    packed = bytes.fromhex(GOLDEN_1).ljust(PAGE_BYTES - 4, b"\0") + bytes.fromhex("fcbd4e66")
+    assert Header.unpack(packed, "f") == replace(HEADER, version=1)
+    assert bytes_to_read(packed, "f") == PAGE_BYTES
+    with pytest.raises(HeaderDamaged):
+        Header.unpack(packed[:8] + b"\3" + packed[9:], "f")
+
+
+@pytest.mark.parametrize("count", [962, 963, 993, 994])
+def test_headers_of_both_versions_have_the_size_that_their_blocks_need(count: int) -> None:
+    kind = replace(KIND, numel=count * 4096, state_bytes=1)
+    for version, start in ((1, 120), (2, 376)):
+        header = replace(HEADER, kind=kind, block_checksums=tuple(range(count)), version=version)
+        packed = header.pack()
+        assert len(packed) == header.header_bytes == -(-(start + 4 * count + 4) // 4096) * 4096
+        assert bytes_to_read(packed[:PAGE_BYTES], "f") == len(packed)
+        assert Header.unpack(packed, "f") == header
+        assert header.block(0)[0] == len(packed)
 
 
 sizes = st.builds(
@@ -92,7 +117,10 @@ def test_what_is_packed_is_unpacked(size: tuple[int, int, int], random: Any) -> 
     numel, state_bytes, block_bytes = size
     count = num_blocks(numel * state_bytes, block_bytes)
     header = Header(
-        StateKind("lion", random.getrandbits(32), random.getrandbits(64), numel, random.getrandbits(32), state_bytes),
+        StateKind(
+            "lion", random.getrandbits(32), random.getrandbits(64), numel, random.getrandbits(32), state_bytes,
+            random.choice(["", "momentum:bfloat16"]),
+        ),
         random.randbytes(16), random.getrandbits(64), block_bytes,
         tuple(random.getrandbits(32) for _ in range(count)), random.getrandbits(64),
     )  # fmt: skip
@@ -141,6 +169,7 @@ def test_any_flipped_bit_is_refused(header: Header) -> None:
 @example(0)
 @example(119)
 @example(120)
+@example(376)
 def test_any_truncated_header_is_refused(nbytes: int) -> None:
     with pytest.raises((HeaderTruncated, NotAStateFile)) as caught:
         Header.unpack(LONG.pack()[:nbytes], "state.tide")
@@ -154,9 +183,9 @@ def test_noise_is_refused(noise: bytes, begins_well: bool, checksum_fits: bool) 
         Header.unpack(with_checksum(data) if checksum_fits else data, "f")
 
 
-@given(st.integers(16, 119), st.binary(min_size=1, max_size=8))
+@given(st.integers(16, 375), st.binary(min_size=1, max_size=8))
 def test_values_that_were_written_wrong_are_refused_or_read_as_they_stand(offset: int, new: bytes) -> None:
-    data = patched(offset, new[: 120 - offset])
+    data = patched(offset, new[: 376 - offset])
     try:
         header = Header.unpack(data, "f")
     except StateFileError:
@@ -167,7 +196,7 @@ def test_values_that_were_written_wrong_are_refused_or_read_as_they_stand(offset
 BROKEN: dict[str, tuple[bytes, type[StateFileError], str, str]] = {
     "not ours": (b"\x80safetensors" + HEADER.pack(), NotAStateFile, r"b'\x80safeten'", "b'TIDEGATE'"),
     "empty": (b"", NotAStateFile, "b''", "b'TIDEGATE'"),
-    "newer": (patched(8, b"\2"), NewerFormat, "version 2", "at most 1"),
+    "newer": (patched(8, b"\3"), NewerFormat, "version 3", "at most 2"),
     "other byte order": (patched(12, b"\1\2\3\4"), ForeignByteOrder, "big", "little"),
     "no byte order": (patched(12, b"\0\0\0\0"), ForeignByteOrder, "mark 0x00000000", "little"),
     "truncated": (HEADER.pack()[:4095], HeaderTruncated, "4,095 bytes", "4,096"),
@@ -189,8 +218,9 @@ BROKEN: dict[str, tuple[bytes, type[StateFileError], str, str]] = {
     "other parameters than data": (patched(64, b"\1"), HeaderContradiction, "10,000 bytes for 769", "7,690 bytes"),
     "a rule without name": (patched(32, bytes(16)), HeaderContradiction, "value (rule is ''", "only values that"),
     "a rule that is not text": (patched(32, b"\xff"), HeaderContradiction, "printable ASCII", "only values that"),
-    "something in the padding": (patched(200, b"\1"), HeaderContradiction, "bytes other than 0", "bytes that are 0"),
-    "version 0": (patched(8, b"\0"), HeaderContradiction, "version 0", "version 1."),
+    "tensors that are not text": (patched(376 - 256, b"\xff"), HeaderContradiction, "tensors is", "only values that"),
+    "something in the padding": (patched(400, b"\1"), HeaderContradiction, "bytes other than 0", "bytes that are 0"),
+    "version 0": (patched(8, b"\0"), HeaderContradiction, "version 0", "version 2."),
 }
 
 
@@ -217,6 +247,10 @@ MISMATCHED: dict[str, tuple[Callable[[], None], type[StateFileError], str, str]]
     ),
     "format": (lambda: HEADER.check_kind(replace(KIND, weight_format=0), "f"), ForeignState, "format 1", "format 0"),
     "state": (lambda: HEADER.check_kind(replace(KIND, state_bytes=12), "f"), ForeignState, "bytes 10", "bytes 12"),
+    "tensors": (
+        lambda: HEADER.check_kind(replace(KIND, tensors="momentum:float32"), "f"),
+        ForeignState, "tensors exp_avg:float32 exp_avg_sq:float32", "tensors momentum:float32",
+    ),
     "rule": (lambda: HEADER.check_kind(replace(KIND, rule="lion"), "f"), ForeignState, "rule adamw", "rule lion"),
     "step": (lambda: HEADER.check_step(40, "f"), WrongStep, "step 41", "expected 40"),
     "block": (lambda: HEADER.check_block(1, 5, "f"), BlockDamaged, "0x00000005 in block 1 at byte 8,192", "0x01020304"),

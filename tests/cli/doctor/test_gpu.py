@@ -20,7 +20,7 @@ from tidegate.agent.telemetry.nvml import DividedGpuError
 from tidegate.cli.doctor import gpu
 from tidegate.cli.doctor.gpu import Check, CheckFailed, copies, examine_gpu, launch, lines, overlap, pinned_memory
 from tidegate.cli.doctor.machine import Finding
-from tidegate.kernels.arithmetic import torch_adamw
+from tidegate.kernels.adamw import IMPLEMENTATION, TRITON
 from tidegate.plan.ops import D2H, H2D
 
 CPU = torch.device("cpu")
@@ -56,13 +56,13 @@ def test_pages_are_registered_and_given_back() -> None:
 
 def test_kernels_with_other_results_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr(gpu.self_test, "differences", lambda kernels, place: found)
-    assert "bit for bit" in launch(CPU, torch_adamw)
+    monkeypatch.setattr(gpu.self_test, "differences", lambda kernels, place, update: found)
+    assert "bit for bit" in launch(CPU, IMPLEMENTATION.in_torch("cpu"), TRITON)
     found.append("the update of F32 weights")
     with pytest.raises(
         CheckFailed, match=r"differ from the reference implementation: the update of F32 weights; updates run as torch"
     ):
-        launch(CPU, torch_adamw)
+        launch(CPU, IMPLEMENTATION.in_torch("cpu"), TRITON)
 
 
 def test_what_triton_lacks_is_said_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st_
 
 from tests.dashboard.screen import again, page, text
-from tidegate.capacity.machine import GPUS, STATE_BYTES
+from tidegate.capacity.machine import AUX_BYTES, GPUS
 from tidegate.dashboard.data.plan_question import Question, names
 
 QUESTIONS = st_.builds(
@@ -18,7 +18,7 @@ QUESTIONS = st_.builds(
     gpu_memory=st_.floats(0, 1024),
     host_memory=st_.floats(1, 65_536),
     paths=st_.sampled_from(["", "nvme:6.9/5.3", "nvme:6.9/5.3:duplex\npfs:20/15:all-nodes"]),
-    weight=st_.sampled_from(list(STATE_BYTES)),
+    weight=st_.sampled_from(list(AUX_BYTES)),
     checkpointing=st_.booleans(),
     flop_share=st_.floats(0.01, 1.0),
 )

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tests.kernels.arithmetic.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat, scalars
-from tidegate.kernels.arithmetic import oracle, self_test, triton_adamw
-from tidegate.kernels.arithmetic.scalars import SCALAR_NAMES
+from tidegate.kernels import GradDtype, WeightFormat, implementation
+from tidegate.kernels.adamw import triton_adamw
+from tidegate.kernels.adamw.scalars import SCALAR_NAMES, Arithmetic, Scalars, scalars
+from tidegate.kernels.arithmetic import oracle, self_test, triton_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is NumPy: NaN and overflow
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -107,7 +108,7 @@ def any_bits(numel: int, dtype: GradDtype, seed: int) -> Array:
 def check_sums(arrays: list[tuple[Array, GradDtype]]) -> None:
     sums, bad = torch.full((len(arrays),), -1.0, dtype=torch.float64), torch.full((len(arrays),), -1)
     refs = [Ref(array.ctypes.data if len(array) else 0, len(array), dtype) for array, dtype in arrays]
-    triton_adamw.sum_of_squares(refs, sums, bad)
+    triton_kernels.sum_of_squares(refs, sums, bad)
     expected = [oracle.sum_of_squares(array, dtype) for array, dtype in arrays]
     assert list(zip(sums.tolist(), bad.tolist(), strict=True)) == expected
 
@@ -131,7 +132,7 @@ def test_trees_of_many_blocks(monkeypatch: pytest.MonkeyPatch, num_blocks: int) 
     """Blocks of 16 elements, so that the tree has many leaves and the interpreter is done today."""
     monkeypatch.setattr(oracle, "BLOCK_NUMEL", 16)
     for name, value in (("BLOCK_NUMEL", 16), ("ROWS_AT_ONCE", 1), ("BLOCKS_PER_PROGRAM", 64)):
-        monkeypatch.setattr(triton_adamw, name, value)
+        monkeypatch.setattr(triton_kernels, name, value)
     values = np.random.default_rng(num_blocks).standard_normal(16 * num_blocks - 5).astype(np.float32)
     check_sums([(values[:40], GradDtype.F32), (values, GradDtype.F32), (values[:16], GradDtype.F32)])
 
@@ -141,5 +142,8 @@ def test_no_gradients() -> None:
     check_sums([(np.zeros(0, np.float32), GradDtype.F32)])
 
 
-def test_the_trial_at_construction_finds_no_difference() -> None:
-    assert self_test.differences(triton_adamw, torch.device("cpu")) == []
+@pytest.mark.parametrize("rule", ["adamw", "deepspeed_adamw"])
+def test_the_trial_at_construction_finds_no_difference(rule: str) -> None:
+    update = implementation(rule).triton
+    assert update is not None
+    assert self_test.differences(triton_adamw, torch.device("cpu"), update) == []

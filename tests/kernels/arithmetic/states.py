@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, WeightFormat
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw import oracle as adamw_oracle
+from tidegate.kernels.adamw.scalars import Arithmetic, Scalars
 from tidegate.kernels.arithmetic import oracle
+from tidegate.kernels.deepspeed_adamw import oracle as deepspeed_oracle
 
 Array = np.ndarray[Any, Any]
 
@@ -85,7 +88,8 @@ def as_grad(values: Array, dtype: GradDtype) -> Array:
 
 
 def by_oracle(s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> None:
-    oracle.adamw_update(s.weight, weight_format, s.aux, s.exp_avg, s.exp_avg_sq, s.grad, grad_dtype, values)
+    update = adamw_oracle.update if values.arithmetic is Arithmetic.TORCH else deepspeed_oracle.update
+    update(s.weight, weight_format, s.aux, (s.exp_avg, s.exp_avg_sq), s.grad, grad_dtype, values)
 
 
 def canonical(array: Array, is_bf16: bool) -> Array:
@@ -112,8 +116,7 @@ class Run:
     weight: int
     weight_format: WeightFormat
     aux: int
-    exp_avg: int
-    exp_avg_sq: int
+    tensors: tuple[int, ...]
     grad: int
     grad_dtype: GradDtype
     scalars: Scalars
@@ -130,4 +133,4 @@ class Ref:
 
 def run_of(s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> Run:
     weight, aux, exp_avg, exp_avg_sq, grad = (0 if a is None else a.ctypes.data for a in s.arrays())
-    return Run(len(s.weight), weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype, values)
+    return Run(len(s.weight), weight, weight_format, aux, (exp_avg, exp_avg_sq), grad, grad_dtype, values)

@@ -14,10 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.kernels.arithmetic.states import State, assert_same, by_oracle, canonical, make, of, ordinary, special
+from tests.kernels.arithmetic.states import (
+    Run,
+    State,
+    assert_same,
+    by_oracle,
+    canonical,
+    make,
+    of,
+    ordinary,
+    run_of,
+    special,
+)
 from tidegate import kernels
-from tidegate.kernels import Arithmetic, GradDtype, Scalars, ThreadPool, WeightFormat, scalars
-from tidegate.kernels.arithmetic import oracle
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels.adamw import native as adamw
+from tidegate.kernels.adamw.scalars import Arithmetic, Scalars, scalars
+from tidegate.kernels.deepspeed_adamw import oracle as deepspeed_oracle
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
@@ -31,9 +44,7 @@ ROUND_UP, ROUND_TO_ZERO = 0x800, 0xC00  # of fenv.h on x86-64
 
 
 def native(pool: ThreadPool, s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> None:
-    weight, aux, exp_avg, exp_avg_sq, grad = (0 if a is None else a.ctypes.data for a in s.arrays())
-    numel = len(s.weight)
-    kernels.adamw_update(pool, numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype, values)
+    adamw.update(pool, run_of(s, weight_format, grad_dtype, values))
 
 
 def check(pool: ThreadPool, state: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> None:
@@ -96,7 +107,7 @@ def test_the_oracles_fused_multiply_add_rounds_once(bits: list[tuple[int, int, i
     with np.errstate(all="ignore"):
         if near:  # the sum of numbers that nearly cancel, where rounding twice would show
             c = (-a * b * np.float32(1 + 2.0**-20)).astype(np.float32)
-        found = oracle.fma(a, b, c)
+        found = deepspeed_oracle.fma(a, b, c)
     expected = np.array([libm.fmaf(*map(float, each)) for each in zip(a, b, c, strict=True)], np.float32)
     np.testing.assert_array_equal(canonical(found, False), canonical(expected, False))
 
@@ -276,34 +287,25 @@ def test_agrees_with_torch_over_50_steps(pool: ThreadPool, decoupled: bool) -> N
 def test_a_wrong_address_is_named(pool: ThreadPool, name: str, address: int) -> None:
     addresses = {"weight": 4096, "aux": 4096, "exp_avg": 4096, "exp_avg_sq": 4096, "grad": 4096, name: address}
     with pytest.raises(ValueError, match=rf"^{name} is at address {address}"):
-        kernels.adamw_update(
+        adamw.update(
             pool,
-            1,
-            addresses["weight"],
-            WeightFormat.BF16_MASTER,
-            addresses["aux"],
-            addresses["exp_avg"],
-            addresses["exp_avg_sq"],
-            addresses["grad"],
-            GradDtype.BF16,
-            scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1),
+            Run(
+                1,
+                addresses["weight"],
+                WeightFormat.BF16_MASTER,
+                addresses["aux"],
+                (addresses["exp_avg"], addresses["exp_avg_sq"]),
+                addresses["grad"],
+                GradDtype.BF16,
+                scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1),
+            ),
         )
 
 
 def test_fp32_weights_have_no_aux(pool: ThreadPool) -> None:
+    values = scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1)
     with pytest.raises(ValueError, match="aux must be 0"):
-        kernels.adamw_update(
-            pool,
-            1,
-            4096,
-            WeightFormat.F32,
-            4096,
-            4096,
-            4096,
-            4096,
-            GradDtype.F32,
-            scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1),
-        )
+        adamw.update(pool, Run(1, 4096, WeightFormat.F32, 4096, (4096, 4096), 4096, GradDtype.F32, values))
 
 
 @EVERY_ISA
@@ -315,8 +317,7 @@ def test_the_yardstick_changes_nothing(
     state = ordinary(70_001, weight_format, grad_dtype)
     state.weight[:1000] = 0  # weights that do not agree with their masters are left alone too
     before = state.copy()
-    weight, aux, exp_avg, exp_avg_sq, grad = (0 if a is None else a.ctypes.data for a in state.arrays())
-    kernels.stream_like(pool, 70_001, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype)
+    adamw.stream_like(pool, run_of(state, weight_format, grad_dtype, scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1)))
     assert_same(state, before)
 
 

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate import kernels
-from tidegate.kernels import GradDtype, Scalars, ThreadPool, WeightFormat
+from tests.kernels.arithmetic.states import State, run_of
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels.adamw import native
+from tidegate.kernels.adamw.scalars import Scalars
 from tidegate.kernels.arithmetic import oracle
 
 Array = np.ndarray[Any, Any]
@@ -27,9 +29,9 @@ def convert(master: Array, weight_format: WeightFormat, grad: Array, dtype: Grad
     """The 16-bit weights that the native code makes of `master`, and its fp32 gradients."""
     weight, master = np.zeros(len(master), np.uint16), master.copy()
     exp_avg, exp_avg_sq = np.zeros((2, len(master)), np.float32)
-    addresses = [a.ctypes.data for a in (master, exp_avg, exp_avg_sq, grad)]
     with ThreadPool(1) as pool:
-        kernels.adamw_update(pool, len(master), weight.ctypes.data, weight_format, *addresses, dtype, ONLY_CONVERT)
+        run = run_of(State(weight, master, exp_avg, exp_avg_sq, grad), weight_format, dtype, ONLY_CONVERT)
+        native.update(pool, run)
     return weight, exp_avg
 
 

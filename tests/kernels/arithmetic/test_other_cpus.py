@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.arithmetic.states import State, assert_same, by_oracle, of, ordinary, special
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 from tidegate.kernels.arithmetic import oracle
 
 ROOT = Path(__file__).parents[3]

@@ -6,9 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.arithmetic.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
-from tidegate.kernels.arithmetic import oracle, torch_adamw
+from tests.kernels.arithmetic.states import (
+    Array,
+    Ref,
+    Run,
+    State,
+    assert_same,
+    by_oracle,
+    of,
+    ordinary,
+    run_of,
+    special,
+)
+from tidegate.kernels import GradDtype, WeightFormat, implementation
+from tidegate.kernels.adamw.scalars import Arithmetic, scalars
+from tidegate.kernels.arithmetic import oracle, torch_kernels
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
@@ -18,7 +30,13 @@ DECOUPLED = pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "A
 
 @pytest.fixture(autouse=True)
 def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_adamw, "CHUNK_NUMEL", 1000)
+    monkeypatch.setattr(torch_kernels, "CHUNK_NUMEL", 1000)
+
+
+def update(run: Run) -> None:
+    """By the rule with the arithmetic of this run."""
+    rule = "adamw" if run.scalars.arithmetic is Arithmetic.TORCH else "deepspeed_adamw"
+    implementation(rule).in_torch("cpu").update([run])
 
 
 def master_of(state: State, weight_format: WeightFormat) -> Array:
@@ -36,7 +54,7 @@ def test_agrees_within_fp32_rounding(
     state = ordinary(numel, weight_format, grad_dtype)
     expected = state.copy()
     values = of(arithmetic, scalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 2, decoupled, grad_scale=0.3))
-    torch_adamw.update([run_of(state, weight_format, grad_dtype, values)], device_type="cpu")
+    update(run_of(state, weight_format, grad_dtype, values))
     by_oracle(expected, weight_format, grad_dtype, values)
     np.testing.assert_array_equal(state.exp_avg, expected.exp_avg)
     np.testing.assert_array_equal(state.exp_avg_sq, expected.exp_avg_sq)
@@ -59,7 +77,7 @@ def test_special_values_are_converted_exactly(
     state = State(*(None if a is None else a[finite] for a in state.arrays()))
     expected = state.copy()
     values = of(arithmetic, scalars(0.0, 0.9, 0.999, 1e-8, 0.1, step=2))
-    torch_adamw.update([run_of(state, weight_format, grad_dtype, values)], device_type="cpu")
+    update(run_of(state, weight_format, grad_dtype, values))
     by_oracle(expected, weight_format, grad_dtype, values)
     assert_same(state, expected)
 
@@ -73,7 +91,8 @@ def test_sum_of_squares(grad_dtype: GradDtype, numel: int) -> None:
         bad = bad_values if grad_dtype is GradDtype.F32 else oracle.to_bf16(bad_values)
         grad[7:10] = bad_values.astype(np.float16) if grad_dtype is GradDtype.F16 else bad
     sums, bad_counts = torch.full((2,), 5.0, dtype=torch.float64), torch.full((2,), 5)
-    torch_adamw.sum_of_squares([Ref(grad.ctypes.data, numel, grad_dtype), Ref(0, 0, grad_dtype)], sums, bad_counts)
+    kernels = implementation("adamw").in_torch("cpu")
+    kernels.sum_of_squares([Ref(grad.ctypes.data, numel, grad_dtype), Ref(0, 0, grad_dtype)], sums, bad_counts)
     total, count = oracle.sum_of_squares(grad, grad_dtype)
     assert sums.tolist() == [pytest.approx(total, rel=1e-14), 0.0]
     assert bad_counts.tolist() == [count, 0]
@@ -81,10 +100,10 @@ def test_sum_of_squares(grad_dtype: GradDtype, numel: int) -> None:
 
 def test_a_wrapped_address_is_the_memory_itself() -> None:
     array = np.arange(10, dtype=np.float32)
-    tensor = torch_adamw.wrap(array.ctypes.data + 8, 5, torch.float32, "cpu")
+    tensor = torch_kernels.wrap(array.ctypes.data + 8, 5, torch.float32, "cpu")
     assert tensor.tolist() == [2, 3, 4, 5, 6]
     tensor[0] = -1
     assert array[2] == -1
-    assert torch_adamw.wrap(array.ctypes.data, 3, torch.bfloat16, "cpu").dtype is torch.bfloat16
+    assert torch_kernels.wrap(array.ctypes.data, 3, torch.bfloat16, "cpu").dtype is torch.bfloat16
     with pytest.raises(ValueError, match="'tpu'"):
-        torch_adamw.wrap(array.ctypes.data, 1, torch.float32, "tpu")
+        torch_kernels.wrap(array.ctypes.data, 1, torch.float32, "tpu")

@@ -17,9 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat
-from tidegate.kernels.arithmetic import triton_adamw
-from tidegate.kernels.arithmetic.scalars import SCALAR_NAMES
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw import triton_adamw
+from tidegate.kernels.adamw.scalars import SCALAR_NAMES, Arithmetic
+from tidegate.kernels.arithmetic import triton_kernels
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
@@ -94,7 +95,7 @@ def test_equals_the_oracle_in_the_interpreter(marks: str) -> None:
 @FORMATS
 @FEW_DTYPES
 def test_compiled_code_rounds_as_the_oracle_does(weight_format: WeightFormat, grad_dtype: GradDtype) -> None:
-    ptx = adamw_ptx(weight_format, grad_dtype, **triton_adamw.EXACT)
+    ptx = adamw_ptx(weight_format, grad_dtype, **triton_kernels.EXACT)
     assert list(inexact(ptx)) == []
     for name in ("sqrt.rn.f32", "div.rn.f32", "mul.rn.f32", "add.rn.f32"):
         assert operations(ptx)[name] > 0
@@ -103,7 +104,7 @@ def test_compiled_code_rounds_as_the_oracle_does(weight_format: WeightFormat, gr
 @pytest.mark.parametrize("arithmetic", [Arithmetic.DEEPSPEED, Arithmetic.DEEPSPEED_TAIL])
 @pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 120))])
 def test_compiled_code_fuses_where_deepspeed_does_and_nowhere_else(arithmetic: Arithmetic, capability: int) -> None:
-    ptx = adamw_ptx(WeightFormat.F32, GradDtype.F32, True, capability, arithmetic, **triton_adamw.EXACT)
+    ptx = adamw_ptx(WeightFormat.F32, GradDtype.F32, True, capability, arithmetic, **triton_kernels.EXACT)
     assert set(inexact(ptx)) <= {"fma.rn.f32", "fma.rn.f32x2"}
     found = operations(ptx)
     # Six sums of a product for each of a thread's four elements, in a whole block and in one that ends early.
@@ -113,7 +114,7 @@ def test_compiled_code_fuses_where_deepspeed_does_and_nowhere_else(arithmetic: A
 
 @pytest.mark.parametrize("capability", [80, *(pytest.param(c, marks=pytest.mark.slow) for c in (75, 86, 89, 100, 120))])
 def test_compiled_code_of_other_gpus(capability: int) -> None:
-    ptx = adamw_ptx(WeightFormat.F16_MASTER, GradDtype.F16, capability=capability, **triton_adamw.EXACT)
+    ptx = adamw_ptx(WeightFormat.F16_MASTER, GradDtype.F16, capability=capability, **triton_kernels.EXACT)
     assert list(inexact(ptx)) == []
     assert operations(ptx)["cvt.rn.f16.f32"] or operations(ptx)["cvt.rn.f16x2.f32"]
 
@@ -126,8 +127,8 @@ def test_without_the_options_it_would_be_seen() -> None:
 @FORMATS
 def test_aligned_arrays_are_read_and_written_in_one_piece_by_each_thread(weight_format: WeightFormat) -> None:
     """Four elements: 16 bytes of arrays of 32 bits (moments, master weights), 8 of those of 16 bits."""
-    wide = operations(adamw_ptx(weight_format, GradDtype.BF16, **triton_adamw.EXACT))
-    narrow = operations(adamw_ptx(weight_format, GradDtype.BF16, aligned=False, **triton_adamw.EXACT))
+    wide = operations(adamw_ptx(weight_format, GradDtype.BF16, **triton_kernels.EXACT))
+    narrow = operations(adamw_ptx(weight_format, GradDtype.BF16, aligned=False, **triton_kernels.EXACT))
     of_32_bits = 2 if weight_format is WeightFormat.BF16_REMAINDER else 3
     read_of_16, written_of_16 = {WeightFormat.BF16_REMAINDER: (3, 2), WeightFormat.F32: (1, 0)}.get(
         weight_format, (1, 1)
@@ -139,7 +140,7 @@ def test_aligned_arrays_are_read_and_written_in_one_piece_by_each_thread(weight_
 
 def test_offsets_have_64_bits() -> None:
     """Program × block overflows 32 bits at 2³¹ elements; no machine of ours can run that many to see it."""
-    ttir = adamw(WeightFormat.F32, GradDtype.F32, **triton_adamw.EXACT)["ttir"]
+    ttir = adamw(WeightFormat.F32, GradDtype.F32, **triton_kernels.EXACT)["ttir"]
     assert re.findall(r"arith\.muli .* : (\w+)", ttir) == ["i64"]
     assert set(re.findall(r"tt\.addptr .* tensor<1024x(i\d+)>", ttir)) == {"i64"}
 
@@ -148,7 +149,7 @@ def test_offsets_have_64_bits() -> None:
 def test_compiled_sums(grad_dtype: GradDtype) -> None:
     signature = {"table": "*i64", "num_blocks": "i64", "begin": "i64", "end": "i64", "sums": "*fp64", "bad": "*i32"}
     constants = {"GRAD": int(grad_dtype), "BLOCKS": 2, "ROWS": 16}
-    ptx = compiled(triton_adamw._block_sums, signature, constants, num_warps=1, **triton_adamw.EXACT)["ptx"]
+    ptx = compiled(triton_kernels._block_sums, signature, constants, num_warps=1, **triton_kernels.EXACT)["ptx"]
     assert list(inexact(ptx)) == []
     assert operations(ptx)["add.rn.f64"] >= 16
 
@@ -157,13 +158,13 @@ def test_compiled_trees() -> None:
     signature = {"table": "*i64", "first": "i64", "num_refs": "i64", "sums": "*fp64", "bad": "*i32"}
     signature |= {"out_sums": "*fp64", "out_bad": "*i64"}
     constants = {"LEAVES": 1024, "LEVELS": 10}
-    ptx = compiled(triton_adamw._trees, signature, constants, num_warps=4, **triton_adamw.EXACT)["ptx"]
+    ptx = compiled(triton_kernels._trees, signature, constants, num_warps=4, **triton_kernels.EXACT)["ptx"]
     assert list(inexact(ptx)) == []
 
 
 def test_a_compiler_that_flushes_denormals_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    spec = importlib.util.spec_from_file_location("again", str(triton_adamw.__file__))
+    spec = importlib.util.spec_from_file_location("again", str(triton_kernels.__file__))
     assert spec is not None
     assert spec.loader is not None
     with pytest.raises(ImportError, match=r"3\.5\.1 flushes denormals"):

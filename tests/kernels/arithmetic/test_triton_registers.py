@@ -10,8 +10,9 @@ import pytest
 
 from bench import triton_registers
 from bench.triton_registers import ADDRESS, CAPABILITIES, Bound, bound, forms, rows, sum_of, update_of
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat
-from tidegate.kernels.arithmetic import triton_adamw
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw import triton_adamw
+from tidegate.kernels.adamw.scalars import Arithmetic
 
 FORMS = dict(forms())
 USUAL = ("BF16_REMAINDER BF16 TORCH AdamW aligned", "F32 F32 DEEPSPEED AdamW unaligned", "sum of BF16")

@@ -19,8 +19,10 @@ from tidegate.agent.devices.cuda_runtime import CudaRuntime
 from tidegate.agent.devices.cuda_torch import TorchCuda
 from tidegate.agent.telemetry.nvml import DividedGpuError, Gpu
 from tidegate.cli.doctor.machine import Finding
+from tidegate.kernels import implementation
 from tidegate.kernels.arithmetic import self_test
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
+from tidegate.kernels.arithmetic.implementation import TritonUpdate
 from tidegate.plan.ops import D2H, H2D
 from tidegate.triton_needs import missing_for_triton
 
@@ -128,13 +130,15 @@ def pinned_memory(runtime: CudaRuntime) -> str:
 def triton(place: torch.device) -> str:
     missing = missing_for_triton()
     if missing:
-        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until this is repaired")
-    return launch(place, importlib.import_module("tidegate.kernels.arithmetic.triton_adamw"))
+        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until then")
+    update = implementation("adamw").triton
+    assert update is not None
+    return launch(place, importlib.import_module(update.module), update)
 
 
-def launch(place: torch.device, kernels: GpuKernels) -> str:
-    """Runs each Triton kernel once, and compares the results with the reference implementation (`oracle`)."""
-    different = self_test.differences(kernels, place)
+def launch(place: torch.device, kernels: GpuKernels, update: TritonUpdate) -> str:
+    """Runs each Triton kernel of AdamW, and compares the results with the reference implementation (`oracle`)."""
+    different = self_test.differences(kernels, place, update)
     if different:
         raise CheckFailed(
             f"these results differ from the reference implementation: {', '.join(different)}",

@@ -50,20 +50,14 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import tidegate
 from bench.storage.asynchronous import AsynchronousGradients
+from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.integrations.deepspeed import support as support
-from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError
-from tidegate.kernels import (
-    GradDtype,
-    ThreadPool,
-    WeightFormat,
-    adamw_update,
-    instruction_set,
-    instruction_sets,
-    use_instruction_set,
-)
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, instruction_set, instruction_sets, use_instruction_set
+from tidegate.kernels.deepspeed_adamw import IMPLEMENTATION, of_tail
+from tidegate.kernels.deepspeed_adamw.scalars import scalars
 
 STEPS = 30
 LR = 1e-3
@@ -291,7 +285,7 @@ def cpu_adam_itself(folder: Path) -> None:
     with ThreadPool(2) as pool:
         for numel, (decoupled, decay, isa) in itertools.product((*range(1, 50), 127, 8197), kinds):
             use_instruction_set(isa)
-            made, scalars = torch.Generator().manual_seed(numel), CpuAdamScalars()
+            made = torch.Generator().manual_seed(numel)
             ours = [torch.randn(numel, generator=made), torch.zeros(numel), torch.zeros(numel)]
             stock, body = [array.clone() for array in ours], numel - numel % vector
             theirs.create_adam(1, LR, 0.9, 0.999, 1e-8, decay, decoupled, False)
@@ -299,11 +293,13 @@ def cpu_adam_itself(folder: Path) -> None:
                 grad = torch.randn(numel, generator=made) * 10.0 ** -(3 * step)
                 weight, *moments = stock
                 theirs.adam_update(1, step, LR, 0.9, 0.999, 1e-8, decay, True, weight, grad, *moments)
-                values = scalars(LR, 0.9, 0.999, 1e-8, decay, step, decoupled)
-                for part, chosen in ((slice(body), values), (slice(body, None), values.of_tail())):
-                    address, *others = (array[part].data_ptr() for array in (*ours, grad))
-                    count = len(grad[part])
-                    adamw_update(pool, count, address, WeightFormat.F32, 0, *others, GradDtype.F32, chosen)
+                values = scalars(LR, (0.9, 0.999), 1e-8, decay, step, decoupled)
+                for part, chosen in ((slice(body), values), (slice(body, None), of_tail(values))):
+                    address, *tensors, last = (array[part].data_ptr() for array in (*ours, grad))
+                    UpdateRun(
+                        len(grad[part]), address, WeightFormat.F32, 0, tuple(tensors), last, GradDtype.F32, chosen,
+                        IMPLEMENTATION,
+                    ).apply(pool)  # fmt: skip
             assert all(map(torch.equal, ours, stock)), (numel, decoupled, decay, isa)
     theirs.destroy_adam(1)
     use_instruction_set(widest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from tests.kernels.arithmetic.states import State, by_oracle
 from tidegate.agent.integrations.deepspeed.enable import _swapping_disabled
 from tidegate.agent.integrations.deepspeed.norm import gradient_factor
-from tidegate.agent.integrations.deepspeed.scalars import CpuAdamScalars
 from tidegate.agent.integrations.deepspeed.settings import block_of, settings_of
 from tidegate.agent.integrations.deepspeed.state import join_bf16, rounded, split_bf16
 from tidegate.agent.integrations.deepspeed.support import digests, unsupported_optimizer
 from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.errors import ConfigError, KnobError
-from tidegate.kernels import Arithmetic, GradDtype, WeightFormat, scalars
+from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 from tidegate.kernels.arithmetic import oracle
+from tidegate.kernels.deepspeed_adamw.scalars import scalars as cpu_adam_scalars
 from tidegate.knobs.knobs import AUTO, OFF
 
 
@@ -105,12 +108,12 @@ class OpOfOtherWidth:
         self, number: int, step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float, corrects: bool,
         *arrays: torch.Tensor,
     ) -> None:  # fmt: skip
-        values = CpuAdamScalars()(lr, beta1, beta2, eps, decay, step)
+        values = cpu_adam_scalars(lr, (beta1, beta2), eps, decay, step)
         body = arrays[0].numel() - arrays[0].numel() % self.vector
         for part, chosen in ((slice(body), values), (slice(body, None), replace(values, arithmetic=self.tail))):
             weight, grad, exp_avg, exp_avg_sq = (array[part].numpy() for array in arrays)
             if len(weight):
-                oracle.adamw_update(weight, WeightFormat.F32, None, exp_avg, exp_avg_sq, grad, GradDtype.F32, chosen)
+                by_oracle(State(weight, None, exp_avg, exp_avg_sq, grad), WeightFormat.F32, GradDtype.F32, chosen)
 
 
 @pytest.mark.parametrize("vector", [16, 8, 4, 1, sys.maxsize])
@@ -137,15 +140,15 @@ def test_gradients_are_clipped_as_deepspeed_rounds(norm: float, loss_scale: floa
 def test_scalars_depend_on_the_step_alone_and_are_near_the_exact_ones(
     step: int, beta1: float, beta2: float, several: bool
 ) -> None:
-    one, other = CpuAdamScalars(), CpuAdamScalars()
-    one.several_betas = other.several_betas = several
-    settings = {"lr": 1e-3, "beta1": beta1, "beta2": beta2, "eps": 1e-8, "weight_decay": 0.1}
+    settings = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}
+    made = partial(cpu_adam_scalars, betas=(beta1, beta2), several_betas=several, **settings)
     for before in (step + 5, 1, step // 2 + 1):
-        one(step=before, **settings)
-    found = one(step=step, **settings)
-    assert found == other(step=step, **settings)
+        made(step=before)
+    found = made(step=step)
+    made(step=1)
+    assert found == made(step=step)
     assert found.arithmetic is Arithmetic.DEEPSPEED
-    near = replace(scalars(step=step, **settings), decay=settings["lr"] * settings["weight_decay"])
+    near = replace(scalars(step=step, beta1=beta1, beta2=beta2, **settings), decay=1e-3 * 0.1)
     assert found.as_tuple() == pytest.approx(near.as_tuple(), rel=1e-3)
 
 

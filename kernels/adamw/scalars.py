@@ -1,46 +1,11 @@
-"""Arguments of kernel calls other than arrays: formats, and scalars rounded once to fp32."""
+"""Scalars of an AdamW or Adam update, rounded once to fp32, and the arithmetics in which kernels use the scalars."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
-
-class WeightFormat(IntEnum):
-    """The storage format of a weight and its auxiliary array (`aux`). The numbers are those of
-    kernels/src/formats.h."""
-
-    F32 = 0
-    """An fp32 weight. It needs no master and no auxiliary array, because it has full precision itself."""
-    BF16_REMAINDER = 1
-    """A bf16 weight, with a signed 16-bit remainder as auxiliary array. Both together give the fp32 value."""
-    F16_MASTER = 2
-    """An fp16 weight, with its fp32 value (master) as auxiliary array. The weight is the master, rounded to nearest,
-    ties to even."""
-    BF16_MASTER = 3
-    """A bf16 weight, with its fp32 value (master) as auxiliary array. The weight is the master, rounded to nearest,
-    ties away from zero."""
-
-    @property
-    def weight_bytes(self) -> int:
-        return 4 if self is WeightFormat.F32 else 2
-
-    @property
-    def aux_bytes(self) -> int:
-        return (0, 2, 4, 4)[self]
-
-
-class GradDtype(IntEnum):
-    """The dtype of a gradient."""
-
-    F32 = 0
-    BF16 = 1
-    F16 = 2
-
-    @property
-    def nbytes(self) -> int:
-        return 4 if self is GradDtype.F32 else 2
+from tidegate.kernels.arithmetic.formats import to_f32
 
 
 class Arithmetic(IntEnum):
@@ -60,7 +25,7 @@ class Arithmetic(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Scalars of one AdamW or Adam update; each is exactly an fp32 value. Build them with `scalars`."""
+    """Scalars of one AdamW or Adam update; each is exactly an fp32 value. Made by `scalars`."""
 
     grad_scale: float
     l2: float
@@ -76,12 +41,6 @@ class Scalars:
     inverse_bias_correction2_sqrt: float
     eps: float
     arithmetic: Arithmetic = Arithmetic.TORCH
-
-    def of_tail(self) -> Scalars:
-        """The scalars for the last elements of an array, which do not fill a vector of DeepSpeed's cpu_adam. With
-        DEEPSPEED arithmetic: a copy with DEEPSPEED_TAIL. Otherwise: these scalars, unchanged."""
-        is_vector = self.arithmetic is Arithmetic.DEEPSPEED
-        return replace(self, arithmetic=Arithmetic.DEEPSPEED_TAIL) if is_vector else self
 
     def as_tuple(self) -> tuple[float, ...]:
         """The numeric scalars as a tuple, in the order of `SCALAR_NAMES`. It is faster than dataclasses.astuple, which
@@ -134,8 +93,3 @@ def scalars(
         inverse_bias_correction2_sqrt=to_f32((1.0 - beta2**step) ** -0.5),
         eps=to_f32(eps),
     )
-
-
-def to_f32(value: float) -> float:
-    """The fp32 value nearest to `value`; infinite when it is out of range."""
-    return ctypes.c_float(value).value

@@ -1,8 +1,8 @@
-"""The update and the sum of squares on a GPU, in Triton, equal to `oracle` bit for bit.
+"""The sum of squares on a GPU, and what updates have in common, in Triton: equal to `oracle` bit for bit.
 
-Importing this module raises ImportError if Triton is missing or too old; `torch_adamw` has the same functions without
-Triton. Arrays are given by address on the current device, and work is enqueued on torch's current stream. Offsets have
-64 bits. Integers are i64 and are never specialised by value: a kernel is compiled once for each set of its constants.
+Importing this module raises ImportError if Triton is missing or too old; `torch_kernels` works without Triton. Arrays
+are given by address on the current device, and work is enqueued on torch's current stream. Offsets have 64 bits.
+Integers are i64 and are never specialised by value: a kernel is compiled once for each set of its constants.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tidegate.kernels.arithmetic.device_calls import Gradient, Update, on_stream
+from tidegate.kernels.arithmetic.device_calls import Gradient
+from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 from tidegate.kernels.arithmetic.oracle import BLOCK_NUMEL, NUM_ACCUMULATORS
-from tidegate.kernels.arithmetic.scalars import Arithmetic, GradDtype, WeightFormat
 
 # Compilers of older versions flush denormals in square roots and divisions, without an option to prevent it.
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
@@ -27,16 +27,11 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
 
 F32, BF16, F16 = (tl.constexpr(int(dtype)) for dtype in GradDtype)
 F32_WEIGHT, BF16_REMAINDER, F16_MASTER, BF16_MASTER = (tl.constexpr(int(form)) for form in WeightFormat)
-TORCH, DEEPSPEED, DEEPSPEED_TAIL = (tl.constexpr(int(arithmetic)) for arithmetic in Arithmetic)
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options of all kernels. They forbid the compiler to fuse a × b + c, so that product and sum are each rounded.
-tests/kernels/arithmetic/test_triton.py checks the compiled code."""
-ELEMENTS_PER_PROGRAM = 1024
-UPDATE_WARPS = 8
-"""Warps of an update program, with four elements per thread: 16-byte loads of 32-bit arrays, 8-byte loads of 16-bit
-arrays. With eight elements per thread some variants spill registers (`bench/triton_registers.py`)."""
+"""Launch options: a × b + c is rounded twice, not fused. tests/kernels/arithmetic/test_triton.py checks the compiled
+code."""
 BLOCKS_PER_PROGRAM = 2
 """Number of blocks whose squares one program sums. Each block has sixteen accumulators, so that the accumulators of
 two blocks fill one warp (32 threads)."""
@@ -46,23 +41,6 @@ reordered to hide it."""
 LEAVES = 1024
 """Number of block sums that one tree of additions sums. A further tree sums the results of up to LEAVES such trees, so
 a parameter may have up to LEAVES² blocks (69 · 10⁹ elements)."""
-
-
-def update(runs: Sequence[Update], stream: int | None = None) -> None:
-    """Enqueues the updates of `runs` in order. `stream`: a CUDA stream's handle; None for torch's current one."""
-    with on_stream(stream):
-        for run in runs:
-            if run.numel == 0:
-                continue
-            addresses = (run.weight, run.aux, run.exp_avg, run.exp_avg_sq, run.grad)
-            _adamw[(triton.cdiv(run.numel, ELEMENTS_PER_PROGRAM),)](
-                run.numel, *addresses, *run.scalars.as_tuple(),
-                FORMAT=int(run.weight_format), GRAD=int(run.grad_dtype), ARITHMETIC=int(run.scalars.arithmetic),
-                L2=run.scalars.l2 != 0.0,
-                DECAY=run.scalars.decay != 0.0 and run.scalars.arithmetic is not Arithmetic.TORCH,
-                ALIGNED=all(address % 16 == 0 for address in addresses), BLOCK=ELEMENTS_PER_PROGRAM,
-                num_warps=UPDATE_WARPS, **EXACT,
-            )  # fmt: skip
 
 
 def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
@@ -110,9 +88,9 @@ def _to_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device)
 
 
 @triton.jit
-def _at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to element `index` of the array at `address`. ALIGNED: the address is a multiple of 16. The compiler
-    forgets this when the integer is cast to a pointer, so it is stated again."""
+def at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to element `index` at `address`. The compiler loses an integer's alignment when it is cast to a
+    pointer, so that the alignment is stated again."""
     pointer = address.to(tl.int64).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -135,112 +113,45 @@ def _bf16_of(tamed):
 
 
 @triton.jit
-def _load_gradient(address, index, mask, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+def load_gradient(address, index, mask, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
     if GRAD == BF16:
-        halves = tl.load(_at(address, index, tl.uint16, ALIGNED), mask=mask)
+        halves = tl.load(at(address, index, tl.uint16, ALIGNED), mask=mask)
         gradient = (halves.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif GRAD == F16:
-        gradient = tl.load(_at(address, index, tl.float16, ALIGNED), mask=mask).to(tl.float32)
+        gradient = tl.load(at(address, index, tl.float16, ALIGNED), mask=mask).to(tl.float32)
     else:
-        gradient = tl.load(_at(address, index, tl.float32, ALIGNED), mask=mask)
+        gradient = tl.load(at(address, index, tl.float32, ALIGNED), mask=mask)
     return gradient
 
 
 @triton.jit
-def _load_weight(weight, aux, index, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+def load_weight(weight, aux, index, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
     if FORMAT == BF16_REMAINDER:
-        hi = tl.load(_at(weight, index, tl.uint16, ALIGNED), mask=mask)
-        lo = tl.load(_at(aux, index, tl.int16, ALIGNED), mask=mask)
+        hi = tl.load(at(weight, index, tl.uint16, ALIGNED), mask=mask)
+        lo = tl.load(at(aux, index, tl.int16, ALIGNED), mask=mask)
         bits = (hi.to(tl.uint32) << 16) + lo.to(tl.int32).to(tl.uint32, bitcast=True)
         master = bits.to(tl.float32, bitcast=True)
     elif FORMAT == F32_WEIGHT:
-        master = tl.load(_at(weight, index, tl.float32, ALIGNED), mask=mask)
+        master = tl.load(at(weight, index, tl.float32, ALIGNED), mask=mask)
     else:
-        master = tl.load(_at(aux, index, tl.float32, ALIGNED), mask=mask)
+        master = tl.load(at(aux, index, tl.float32, ALIGNED), mask=mask)
     return master
 
 
 @triton.jit
-def _store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+def store_weight(weight, aux, index, mask, p, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
     if FORMAT == F32_WEIGHT:
-        tl.store(_at(weight, index, tl.float32, ALIGNED), p, mask=mask)
+        tl.store(at(weight, index, tl.float32, ALIGNED), p, mask=mask)
     elif FORMAT == BF16_REMAINDER:
         bits = _tamed_bits(p)
-        tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(bits), mask=mask)
-        tl.store(_at(aux, index, tl.uint16, ALIGNED), (bits & 0xFFFF).to(tl.uint16), mask=mask)
+        tl.store(at(weight, index, tl.uint16, ALIGNED), _bf16_of(bits), mask=mask)
+        tl.store(at(aux, index, tl.uint16, ALIGNED), (bits & 0xFFFF).to(tl.uint16), mask=mask)
     else:
         if FORMAT == F16_MASTER:
-            tl.store(_at(weight, index, tl.float16, ALIGNED), p.to(tl.float16), mask=mask)
+            tl.store(at(weight, index, tl.float16, ALIGNED), p.to(tl.float16), mask=mask)
         else:
-            tl.store(_at(weight, index, tl.uint16, ALIGNED), _bf16_of(_tamed_bits(p)), mask=mask)
-        tl.store(_at(aux, index, tl.float32, ALIGNED), p, mask=mask)
-
-
-@triton.jit(do_not_specialize=["numel", "weight", "aux", "exp_avg", "exp_avg_sq", "grad"])
-def _adamw(
-    numel: tl.int64, weight: tl.int64, aux: tl.int64, exp_avg: tl.int64, exp_avg_sq: tl.int64, grad: tl.int64,
-    grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
-    eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    index = begin + tl.arange(0, BLOCK)
-    if begin + BLOCK <= numel:  # without a mask: with one, the compiler could not use 16-byte loads
-        _adamw_block(
-            index, None, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1, one_minus_beta1, beta2,
-            one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
-            FORMAT, GRAD, ARITHMETIC, L2, DECAY, ALIGNED,
-        )  # fmt: skip
-    else:
-        _adamw_block(
-            index, index < numel, weight, aux, exp_avg, exp_avg_sq, grad, grad_scale, l2, decay, beta1,
-            one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt, eps,
-            FORMAT, GRAD, ARITHMETIC, L2, DECAY, ALIGNED,
-        )  # fmt: skip
-
-
-@triton.jit
-def _adamw_block(
-    index, mask, weight, aux, exp_avg, exp_avg_sq, grad,
-    grad_scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias_correction2_sqrt,
-    eps, FORMAT: tl.constexpr, GRAD: tl.constexpr, ARITHMETIC: tl.constexpr, L2: tl.constexpr, DECAY: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Updates one block, with the oracle's order of operations. Scalars are created with tl.full, so that they are
-    fp32 in Triton's interpreter, too."""
-    p = _load_weight(weight, aux, index, mask, FORMAT, ALIGNED)
-    g = _load_gradient(grad, index, mask, GRAD, ALIGNED) * tl.full((), grad_scale, tl.float32)
-    m = tl.load(_at(exp_avg, index, tl.float32, ALIGNED), mask=mask)
-    v = tl.load(_at(exp_avg_sq, index, tl.float32, ALIGNED), mask=mask)
-    if ARITHMETIC == TORCH:
-        if L2:
-            g = g + tl.full((), l2, tl.float32) * p
-        p = p * tl.full((), decay, tl.float32)
-        m = m + (g - m) * tl.full((), one_minus_beta1, tl.float32)
-        v = v * tl.full((), beta2, tl.float32) + (g * g) * tl.full((), one_minus_beta2, tl.float32)
-        root = tl.sqrt_rn(v) * tl.full((), inverse_bias_correction2_sqrt, tl.float32)
-        p = p - tl.full((), step_size, tl.float32) * tl.div_rn(m, root + tl.full((), eps, tl.float32))
-    else:
-        if L2:
-            g = tl.fma(p, tl.full((), l2, tl.float32), g)
-        m = _weighted_sum(m, beta1, g, one_minus_beta1, ARITHMETIC)
-        v = _weighted_sum(v, beta2, g * g, one_minus_beta2, ARITHMETIC)
-        factor, small = tl.full((), inverse_bias_correction2_sqrt, tl.float32), tl.full((), eps, tl.float32)
-        quotient = tl.div_rn(m, tl.fma(tl.sqrt_rn(v), factor, small))
-        if DECAY:
-            p = tl.fma(p, tl.full((), decay, tl.float32) * -1.0, p)  # Triton's own minus is 0 − x: it loses −0
-        p = tl.fma(quotient, tl.full((), step_size, tl.float32) * -1.0, p)
-    tl.store(_at(exp_avg, index, tl.float32, ALIGNED), m, mask=mask)
-    tl.store(_at(exp_avg_sq, index, tl.float32, ALIGNED), v, mask=mask)
-    _store_weight(weight, aux, index, mask, p, FORMAT, ALIGNED)
-
-
-@triton.jit
-def _weighted_sum(old, beta, fresh, rest, ARITHMETIC: tl.constexpr):
-    """Returns old × beta + fresh × rest, as DeepSpeed computes it. One product is rounded: fresh × rest for
-    DEEPSPEED_TAIL, otherwise old × beta. The other product and the sum are one fused multiply-add, rounded once."""
-    beta, rest = tl.full((), beta, tl.float32), tl.full((), rest, tl.float32)
-    return tl.fma(old, beta, fresh * rest) if ARITHMETIC == DEEPSPEED_TAIL else tl.fma(fresh, rest, old * beta)
+            tl.store(at(weight, index, tl.uint16, ALIGNED), _bf16_of(_tamed_bits(p)), mask=mask)
+        tl.store(at(aux, index, tl.float32, ALIGNED), p, mask=mask)
 
 
 @triton.jit(do_not_specialize=["table", "num_blocks", "begin", "end", "sums", "bad"])
@@ -265,7 +176,7 @@ def _block_sums(
         for k in tl.static_range(ROWS):
             index = (row + k) * ACCUMULATORS + lane % ACCUMULATORS
             inside = index < numel
-            gradient = _load_gradient(address, index, inside, GRAD, False)
+            gradient = load_gradient(address, index, inside, GRAD, False)
             finite = (gradient.to(tl.uint32, bitcast=True) & 0x7F800000) != 0x7F800000
             value = tl.where(inside & finite, gradient, 0.0).to(tl.float64)
             sum_of = sum_of + value * value

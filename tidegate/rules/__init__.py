@@ -1,0 +1,1 @@
+"""Update rules as data, a module each: `adamw.py` has the rule "adamw". How a rule computes is in `kernels/NAME/`."""

@@ -1,0 +1,123 @@
+"""What an update rule is: its state tensors, its hyperparameters and its cost, as data. `find` finds a rule by name.
+
+A rule is a module of `tidegate.rules` with the attribute `RULE`. The planner, the memory, the formats on disk and the
+capacity planner read this data. A module of the same name in `tidegate.kernels` computes the updates.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from tidegate import rules
+from tidegate.errors import ConfigError
+
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1,
+}  # fmt: skip
+"""Bytes of an element, by dtype. The names are torch's."""
+MAX_NAME: Final = 16
+"""Maximum length of a rule's name, in characters: a state file has this room for it."""
+MAX_TENSORS_TEXT: Final = 256
+"""Maximum length of `UpdateRule.tensors_text`, in characters: a state file has this room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One array of state, with an element for each parameter."""
+
+    name: str
+    dtype: str = "float32"
+    """A key of `DTYPE_BYTES`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per parameter."""
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameter:
+    """A hyperparameter of a param group: a number, a flag, or a tuple of numbers. Each number is at least `least` and,
+    unless `below` is None, below `below`."""
+
+    name: str
+    default: float | tuple[float, ...]
+    least: float = 0.0
+    below: float | None = None
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError if a number is out of range."""
+        is_one = not isinstance(self.default, tuple)
+        for index, number in enumerate((value,) if is_one else value):
+            if not (number >= self.least and (self.below is None or number < self.below)):
+                name = self.name if is_one else f"{self.name}[{index}]"
+                most = "" if self.below is None else f" and below {self.below:g}"
+                raise ConfigError(f"{name}={number} is out of range: it must be at least {self.least:g}{most}.")
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """An update rule that treats each element of a parameter alone.
+
+    tensors: the state; the weight, and what completes a 16-bit weight to fp32, are not part of it.
+    flops_per_param: floating-point operations of an update, per parameter.
+    least_dims, most_dims: fewest and most dimensions of a parameter that the rule can update.
+    same_state_as: name of another rule whose state has the same meaning, so that each can load the other's state.
+    """
+
+    name: str
+    tensors: tuple[StateTensor, ...]
+    hyperparameters: tuple[Hyperparameter, ...]
+    flops_per_param: int
+    least_dims: int = 0
+    most_dims: float = math.inf
+    same_state_as: str = ""
+
+    def __post_init__(self) -> None:
+        for text, most in ((self.name, MAX_NAME), (self.tensors_text, MAX_TENSORS_TEXT)):
+            if not (text.isascii() and text.isprintable() and len(text) <= most) or not self.name:
+                raise ValueError(f"{text!r} of rule {self.name!r} must be at most {most} printable ASCII characters")
+
+    @cached_property
+    def bytes_per_param(self) -> int:
+        """Bytes of all tensors, per parameter."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def stored_as(self) -> str:
+        """The rule's name in files."""
+        return self.same_state_as or self.name
+
+    @property
+    def tensors_text(self) -> str:
+        """`tensors_text` of the tensors."""
+        return tensors_text(self.tensors)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default values of a param group's hyperparameters."""
+        return {one.name: one.default for one in self.hyperparameters}
+
+
+def tensors_text(tensors: Iterable[StateTensor]) -> str:
+    """Names and dtypes of tensors as one text, such as "momentum:float32"."""
+    return " ".join(f"{tensor.name}:{tensor.dtype}" for tensor in tensors)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all rules, sorted."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(rules.__path__) if module.name != "rule"))
+
+
+def find(name: str) -> UpdateRule:
+    """The rule of this name. Raises ConfigError, with the known names, if there is none."""
+    if name not in names():
+        raise ConfigError(f"There is no update rule {name!r}: use one of {', '.join(names())}.")
+    rule: UpdateRule = importlib.import_module(f"{rules.__name__}.{name}").RULE
+    return rule
