@@ -31,9 +31,9 @@ from tidegate.rules.adamw import RULE as AdamW
 from tidegate.rules.rule import StateTensor, tensors_text
 
 VERSION: Final = 3
-"""Version of the manifest format. A later version must either keep the outer fields, where `crc32` is the checksum of
-the canonical text of `checkpoint`, or have no field `crc32`. Therefore a manifest with a higher version number and a
-wrong `crc32` is treated as damaged."""
+"""Version of the manifest format. Later versions must keep the outer fields `checkpoint` and `crc32` (the checksum of
+the canonical text of `checkpoint`), or have no field `crc32`. So if a manifest has a higher version number and a wrong
+`crc32`, it is treated as damaged, not as written by a later version of Tidegate."""
 VERSION_WITHOUT_FILES: Final = 1
 """Version of the format without the list of the user's files (`save_also`)."""
 VERSION_WITHOUT_TENSORS: Final = 2

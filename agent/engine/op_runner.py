@@ -265,7 +265,12 @@ class MemoryRunner:
     def _run(
         self, layout: Layout, block: int, weight: int, grad: int, first: int, numel: int, values: Any
     ) -> UpdateRun:
-        """The update of elements `first` to `first + numel` of a subgroup whose state begins at address `block`."""
+        """Describes the update of `numel` elements of a subgroup, from element `first` on.
+
+        block: address of the block with the subgroup's state.
+        weight, grad: addresses of the weight and of the gradient of element `first`.
+        values: learning rate, betas and other scalars of the update.
+        """
         tensors, aux = state_addresses(layout, block, first)
         return UpdateRun(
             numel=numel,

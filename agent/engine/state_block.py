@@ -19,7 +19,8 @@ def state_addresses(layout: Layout, block: int, first: int) -> tuple[tuple[int, 
 
 
 def state_arrays(block: torch.Tensor, numel: int, form: Format) -> dict[str, torch.Tensor]:
-    """The named arrays in one block of state: views of `block`, a tensor of bytes, of `numel` elements each."""
+    """The arrays in one block of state by name: `exp_avg`, `exp_avg_sq` and, for 16-bit weights, `remainder` or
+    `master`. Each is a view of `block`, a tensor of bytes, and has `numel` elements."""
     return {
         array.name: block[offset * numel : (offset + nbytes) * numel].view(getattr(torch, array.dtype))
         for array, (offset, nbytes) in zip(form.arrays, form.places, strict=True)

@@ -13,7 +13,8 @@ from tidegate.knobs.setting_checks import check_flag
 
 
 class AdamW(Optimizer):
-    """AdamW with offloaded state; for given gradients its weights equal the oracle's bit for bit.
+    """AdamW with offloaded state. For given gradients, its weights equal those of the reference implementation in NumPy
+    (`tidegate.kernels.arithmetic.oracle`), bit for bit.
 
     params, lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
     decoupled: False gives Adam, with weight decay as an L2 term (flag; default True).

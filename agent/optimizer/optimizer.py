@@ -47,7 +47,8 @@ class Optimizer(OffloadedOptimizer):
     params: as in `torch.optim.Optimizer`.
     rule: name of the update rule, a module of `tidegate.rules`.
     maximize: updates the weights towards larger losses (flag; default False).
-    max_grad_norm: clips the norm of all gradients to this, more than 0; None leaves them (norm; default None).
+    max_grad_norm: limit, above 0, to which the norm of all gradients is clipped; None for no clipping
+        (norm; default None).
     offload: settings of offloading; None for all defaults (`Offload`; default None).
     hyperparameters: those of the rule, such as `lr`, and arguments of `torch.optim.AdamW`: `foreach` and `fused` are
         accepted and ignored; `amsgrad`, `capturable` and `differentiable` are refused unless False.
@@ -249,8 +250,8 @@ class Optimizer(OffloadedOptimizer):
             hook(self)
 
     def _follow_before_first_step(self) -> None:
-        """Calls `_follow_params` if there was no update yet. After the first update this is not needed, because state
-        can be read wherever the parameters are."""
+        """Before the first update, adapts the engine to parameters that were moved, converted or replaced (see
+        `_follow_params`). Does nothing after the first update: state can be read then even if parameters were moved."""
         if not self._has_stepped:
             self._follow_params()
 
@@ -302,12 +303,13 @@ class Optimizer(OffloadedOptimizer):
         hard-linked. `result()` of the returned object waits for the end. All ranks must call this.
 
         directory, keep: as in `save_checkpoint`.
-        save_also: is called now, and training waits for it.
+        save_also: as in `save_checkpoint`; it is called at once, before this method returns.
         memory_bytes: host memory for copies of state that is not on a path, until they are written; None for half of
             the free host memory. State that does not fit is written at once.
 
         The next checkpoint, `close` and the end of the process wait for this checkpoint. If it cannot be completed,
-        `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. PathFull as in `save_checkpoint`.
+        `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. Raises PathFull for the same
+        reasons as `save_checkpoint`.
         """
         self.wait()
         self._follow_before_first_step()
@@ -316,8 +318,8 @@ class Optimizer(OffloadedOptimizer):
 
     @torch.no_grad()
     def load_checkpoint(self, directory: str | os.PathLike[str] | Checkpoint, *, step: int | None = None) -> Checkpoint:
-        """Loads the newest complete checkpoint in `directory`, or that of `step`, or the given `Checkpoint`. Load the
-        weights of the checkpoint first.
+        """Loads the newest complete checkpoint in `directory`, the one of step number `step` if it is given, or the
+        given `Checkpoint`. Load the weights of the checkpoint first.
 
         Paths, split, stride and size of subgroups may differ from those at saving. Checkpoints with a damaged manifest
         are skipped with a warning; if `step` names such a checkpoint, an error gives the reason. Damage in the data is

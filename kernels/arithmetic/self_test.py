@@ -82,7 +82,8 @@ def _current_device(device: torch.device) -> AbstractContextManager[object]:
 def _updates(
     kernels: GpuKernels, device: torch.device, update: TritonUpdate, form: WeightFormat, values: Any, is_usual: bool
 ) -> bool:
-    """Whether one update of normal and denormal numbers equals the oracle's bit for bit."""
+    """Runs one update on normal and denormal numbers. Returns whether all results equal those of the oracle bit for
+    bit."""
     grad_dtype = (USUAL_GRADS if is_usual else OTHER_GRADS)[form]
     master, numbers, grad = _numbers(3)
     weight, aux = _weight(master, form)

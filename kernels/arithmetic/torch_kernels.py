@@ -115,12 +115,13 @@ def _chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _tamed_bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of fp32 values, with every NaN made a quiet NaN whose low 16 bits are 0: rounding cannot turn it into
-    infinity, and it has no remainder."""
+    """The bits of fp32 values as int32. Every NaN is replaced by a quiet NaN whose low 16 bits are 0. So a NaN stays a
+    NaN when it is rounded to bf16, and its remainder is 0."""
     bits = x.view(torch.int32)
     return torch.where(x.isnan(), (bits | 0x00400000) & -0x10000, bits)
 
 
 def _bf16_of(tamed: torch.Tensor) -> torch.Tensor:
-    """The bits of the nearest bf16, ties away from zero, as int16. `tamed`: bits from `_tamed_bits`."""
+    """fp32 values rounded to bf16 (nearest, ties away from zero), as int16 bits. `tamed`: the fp32 values as returned
+    by `_tamed_bits`."""
     return ((tamed + 0x8000) >> 16).short()

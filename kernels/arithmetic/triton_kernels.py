@@ -30,8 +30,8 @@ F32_WEIGHT, BF16_REMAINDER, F16_MASTER, BF16_MASTER = (tl.constexpr(int(form)) f
 ACCUMULATORS = tl.constexpr(NUM_ACCUMULATORS)
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a × b + c is rounded twice, not fused. tests/kernels/arithmetic/test_triton.py checks the compiled
-code."""
+"""Launch options of all kernels. They forbid the compiler to fuse a × b + c, so that product and sum are each rounded.
+tests/kernels/arithmetic/test_triton.py checks the compiled code."""
 BLOCKS_PER_PROGRAM = 2
 """Number of blocks whose squares one program sums. Each block has sixteen accumulators, so that the accumulators of
 two blocks fill one warp (32 threads)."""
@@ -89,8 +89,8 @@ def _to_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device)
 
 @triton.jit
 def at(address, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to element `index` at `address`. The compiler loses an integer's alignment when it is cast to a
-    pointer, so that the alignment is stated again."""
+    """The pointer to element `index` of the array at `address`. ALIGNED: the address is a multiple of 16. The compiler
+    forgets this when the integer is cast to a pointer, so it is stated again."""
     pointer = address.to(tl.int64).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

@@ -100,7 +100,8 @@ def idle_engine(optimizer: Optimizer) -> Engine:
 
 
 def read_all(optimizer: Optimizer, positions: Sequence[FlatPosition], flats: Sequence[FlatState]) -> None:
-    """Copies the state of all parts into `flats`. `positions`: position of each part."""
+    """Copies the optimizer's state into `flats`, one for each DeepSpeed subgroup. `positions`: for each part (this
+    rank's partition of one parameter), its place in `flats`."""
     engine = idle_engine(optimizer)
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id, changed=False) as arrays:
@@ -133,8 +134,8 @@ def write_all(
 
 
 def read_part(optimizer: Optimizer, part: int, name: str | None) -> torch.Tensor:
-    """Copies the state of one part to a new fp32 tensor in host memory. `name`: name of a moment; None for the fp32
-    weights."""
+    """Copies one array of the state to a new fp32 tensor in host memory. `part`: number of a part (this rank's
+    partition of one parameter). `name`: name of a moment; None for the fp32 weights."""
     engine = idle_engine(optimizer)
     found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
     for layout in engine.gradients.subgroups_of(part):
@@ -148,8 +149,9 @@ def read_part(optimizer: Optimizer, part: int, name: str | None) -> torch.Tensor
 
 
 def write_part(optimizer: Optimizer, part: int, name: str | None, values: torch.Tensor) -> None:
-    """Sets one state array of one part to `values`. `name`: name of a moment; None for the fp32 weights. With the fp32
-    weights, the model's weights are also set, to the rounded values."""
+    """Sets one array of the state to `values`. `part`: number of a part (this rank's partition of one parameter).
+    `name`: name of a moment; None for the fp32 weights. If fp32 weights are set, the model's weights are set to the
+    rounded values, too."""
     engine = idle_engine(optimizer)
     if name is None:
         own = _set_weight(engine.shards[part], values)

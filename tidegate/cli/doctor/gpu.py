@@ -130,7 +130,7 @@ def pinned_memory(runtime: CudaRuntime) -> str:
 def triton(place: torch.device) -> str:
     missing = missing_for_triton()
     if missing:
-        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until then")
+        raise CheckFailed(" ".join(missing).rstrip("."), "updates run as torch operations until this is repaired")
     update = implementation("adamw").triton
     assert update is not None
     return launch(place, importlib.import_module(update.module), update)
