@@ -53,11 +53,8 @@ log = logging.getLogger("tidegate")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer with an engine that keeps its state and runs its updates.
-
-    Its parameters may be moved, converted, replaced, added or put into other groups, and its knobs may change, while
-    training runs.
-    """
+    """A torch optimizer with an engine that keeps its state and runs its updates. Its parameters may be moved,
+    converted, replaced, added or put into other groups, and its knobs may change, while training runs."""
 
     def __init__(
         self, params: Iterable[Any], rule: UpdateRule, defaults: dict[str, Any], offload: Offload | None
@@ -138,12 +135,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._backward_passes.began(self.param_groups, self.num_steps)
 
     def _gradient_arrived(self, param: int) -> None:
-        """Tells the engine that a gradient has arrived, and records how long this takes. This runs for each gradient,
-        so it must be cheap.
-
-        To be called when the backward pass has written `.grad` of the parameter of number `param`: by autograd's
-        hooks, and by other hooks that write `.grad`.
-        """
+        """Tells the engine that a gradient has arrived, and records how long this takes. It runs for each gradient, so
+        it must be cheap. To be called by hooks when `.grad` of the parameter of number `param` was written."""
         task = torch._C._current_graph_task_id()
         if task != self._moves_checked_in or self._param_records.was_moved(param):
             self._moves_checked_in = task
@@ -391,13 +384,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except CheckpointFailed:
-            if kind is None:  # else the exception of the block is more important; this one was logged
+        except Exception as error:
+            if kind is None:  # else the exception of the block is more important
                 raise
-        except Exception:
-            if kind is None:
-                raise
-            log.exception("the optimizer could not be closed completely")
+            if not isinstance(error, CheckpointFailed):  # which was logged
+                log.exception("the optimizer could not be closed completely")
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
