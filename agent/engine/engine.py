@@ -21,7 +21,7 @@ from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.gradient_gates import GradientGates
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs
+from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs, StepOutcome
 from tidegate.agent.engine.plan_in_flight import PlanInFlight, gradient_reads
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.step_planner import StepPlanner
@@ -142,13 +142,13 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether a step has begun and `wait_for_update` has not returned."""
-        return self._flight is not None and self._flight.inputs is not None and self._usability.is_in_own_process
+        return self._flight is not None and self._flight.outcome is not None and self._usability.is_in_own_process
 
     @property
     def updating(self) -> bool:
         """Whether a step has begun and some of its ops are not done. May be called from any thread."""
         flight = self._flight
-        return flight is not None and flight.inputs is not None and not self._executor.all_ops_done
+        return flight is not None and flight.outcome is not None and not self._executor.all_ops_done
 
     def start(self) -> None:
         """Starts the plan of the next step unless it is started already. Copies of state and weights begin at once;
@@ -224,7 +224,7 @@ class Engine:
         """Begins the update and waits until the gradient norm is known. Returns the numbers of the parameters that the
         update changes: none if the step is skipped.
 
-        Sets `has_grad`, `grad_norm` and `grad_scale` of `inputs`. `wait_for_update` waits for the end of the update.
+        `wait_for_update` waits for the end of the update.
         """
         assert not self.running, "wait for the last update first"
         made, called = self.device.mark(), time.monotonic()
@@ -235,7 +235,7 @@ class Engine:
         flight = self._in_flight()
         try:
             self.num_updates_begun += 1
-            self._runner.inputs = flight.inputs = inputs
+            self._runner.outcome = flight.outcome = outcome = StepOutcome(inputs)
             if self.store is not None:
                 self.store.step += 1
             # All other writes of an update come after NORM, which this lane and the host wait for.
@@ -245,7 +245,7 @@ class Engine:
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None
             self.planner.observe_step_delay(max(made_at, called) - flight.began)
-            flight.stepped = tuple(i for i, has in enumerate(inputs.has_grad) if has) if goes_on else ()
+            flight.stepped = tuple(i for i, has in enumerate(outcome.has_grad) if has) if goes_on else ()
             for index in flight.stepped:
                 torch.autograd.graph.increment_version(self.shards[index])
             self.weights.update_began()
@@ -289,7 +289,7 @@ class Engine:
         with DelayInterrupt():
             try:
                 spans, skipped = self._executor.finish()
-                self._runner.inputs = None
+                self._runner.outcome = None
                 self._flight = None
                 self._finish(flight, skipped, spans)
                 dropped = tuple(self._dropped)
@@ -344,7 +344,7 @@ class Engine:
         self.gradients.forget()
         if not self._executor.stuck:
             self._executor.cancel()
-            self._runner.inputs = None
+            self._runner.outcome = None
 
     def _order_after_framework(self, *lanes: str) -> None:
         """Makes later work of these lanes wait for the work on weights and gradients that the framework has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +26,15 @@ DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
 """Lanes that are device streams, which wait for each other on the device. The other lanes are host threads."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of the updates of one step, in addition to state, weights and gradients. All fields are set when
-    `Engine.step()` has returned.
+    """Inputs of the updates of one step, in addition to state, weights and gradients.
 
     scalars: `scalars(group, step, grad_scale)` returns the scalars of an update, as the update rule makes them.
     steps: the number of this update for each parameter, counted from 1.
     clip: `clip(total_norm)` returns the factor for all gradients.
     skip: whether to skip the step even if all gradients are finite.
+    unscale: inverse of the loss scale.
     """
 
     steps: list[int]
@@ -42,12 +42,23 @@ class StepInputs:
     clip: Callable[[float], float]
     skip: bool = False
     unscale: float = 1.0
-    """Inverse of the loss scale. `grad_norm` is the norm of the gradients after multiplication with it."""
-    grad_scale: float = 1.0
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step with these inputs finds out about its gradients. The op NORM sets the other fields; after it, they do
+    not change.
+
+    has_grad: whether each parameter has a gradient. grad_norm: norm of all gradients, after multiplication with
+    `inputs.unscale`. grad_scale: the factor for all gradients. bad_params: if the step is skipped, parameters whose
+    gradients are not finite on this rank.
+    """
+
+    inputs: StepInputs
+    has_grad: Sequence[bool] = ()
     grad_norm: float | None = None
-    has_grad: list[bool] = field(default_factory=list)
+    grad_scale: float = 1.0
     bad_params: tuple[int, ...] = ()
-    """If the step is skipped: parameters whose gradients are not finite on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,8 @@ class MemoryRunner:
         """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
         self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
-        self.inputs: StepInputs | None = None
+        self.outcome: StepOutcome | None = None
+        """Inputs and outcome of the step in progress; None before `step()`."""
 
     def begin(self) -> None:
         """Prepares for a new plan: deletes the records of copies and the sums of squares of the last plan."""
@@ -202,10 +214,10 @@ class MemoryRunner:
         return IssuedOp(event, 0, sum(reference.numel for reference in references))
 
     def _norm(self) -> IssuedOp:
-        inputs = self._step_inputs()
-        inputs.has_grad = self._gradients.present
+        outcome = self._step_outcome()
+        inputs, outcome.has_grad = outcome.inputs, self._gradients.present
         early = {param for squares in self.squares for param in squares.params}
-        late = [i for i, has in enumerate(inputs.has_grad) if has and i not in early]
+        late = [i for i, has in enumerate(outcome.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
         event, sums = self._device.norms(present)
         known: dict[int, tuple[float, int]] = {}
@@ -213,14 +225,14 @@ class MemoryRunner:
             summed.ready.wait()  # one read from the device for all parameters of this sum
             known.update(zip(summed.params, summed.sums, strict=True))
         all_known_at = time.monotonic()
-        squares = {i: known[i] for i, has in enumerate(inputs.has_grad) if has}
+        squares = {i: known[i] for i, has in enumerate(outcome.has_grad) if has}
         total, skip = self.norm_over_ranks.total(squares, inputs.skip)
         norm = total**0.5
-        inputs.grad_norm = norm * inputs.unscale
+        outcome.grad_norm = norm * inputs.unscale
         if skip:
-            inputs.bad_params = tuple(i for i, (_, bad) in squares.items() if bad)
+            outcome.bad_params = tuple(i for i, (_, bad) in squares.items() if bad)
             raise StepSkipped
-        inputs.grad_scale = inputs.clip(norm)
+        outcome.grad_scale = inputs.clip(norm)
         numel = sum(reference.numel for reference in present)
         return IssuedOp(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
 
@@ -305,13 +317,13 @@ class MemoryRunner:
     def _pieces(self, layout: Layout, segment: Segment) -> Iterable[Piece]:
         """Divides a segment (part of a parameter in a subgroup) into parts with the same scalars, as the update rule
         does. First elements are counted in the segment."""
-        inputs, weight = self._step_inputs(), self._weights[segment.param]
-        values = inputs.scalars(layout.group, inputs.steps[segment.param], inputs.grad_scale)
+        outcome, weight = self._step_outcome(), self._weights[segment.param]
+        values = outcome.inputs.scalars(layout.group, outcome.inputs.steps[segment.param], outcome.grad_scale)
         return self._rule.pieces(weight, segment.offset, segment.numel, values)
 
     def _has_grad(self, segment: Segment) -> bool:
-        return self._step_inputs().has_grad[segment.param]
+        return self._step_outcome().has_grad[segment.param]
 
-    def _step_inputs(self) -> StepInputs:
-        assert self.inputs is not None, "updates begin after step()"
-        return self.inputs
+    def _step_outcome(self) -> StepOutcome:
+        assert self.outcome is not None, "updates begin after step()"
+        return self.outcome

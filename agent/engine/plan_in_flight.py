@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from tidegate.agent.engine.op_runner import StepInputs
+from tidegate.agent.engine.op_runner import StepOutcome
 from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan import Plan
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -24,14 +24,14 @@ def gradient_reads(plan: Plan) -> list[int]:
 
 @dataclass
 class PlanInFlight:
-    """The plan that is being executed. `inputs` is None until `step()` begins, and `stepped` is None until the gradient
-    norm is known."""
+    """The plan that is being executed. `outcome` is None until `step()` begins, and `stepped` is None until the norm of
+    the gradients is known."""
 
     plan: Plan
     effective: EffectiveKnobs
     began: float
     """Start of the plan, in seconds on the monotonic clock."""
-    inputs: StepInputs | None = None
+    outcome: StepOutcome | None = None
     stepped: tuple[int, ...] | None = None
     """Numbers of the parameters that this step updates: none if the step is skipped. None until the gradient norm is
     known."""
@@ -42,9 +42,9 @@ class PlanInFlight:
 
     def result(self, spans: Sequence[Span], skipped: bool, dropped: Sequence[Span]) -> StepResult:
         """The result of the step, whose ops have all ended. `dropped`: spans of the plans that were dropped before."""
-        inputs = self.inputs
-        assert inputs is not None, "the step has begun"
+        found = self.outcome
+        assert found is not None, "the step has begun"
         return StepResult(
-            self.plan, (*dropped, *spans), skipped, inputs.grad_norm, self.effective, self.stepped or (),
-            len(dropped), inputs.bad_params, inputs.skip,
+            self.plan, (*dropped, *spans), skipped, found.grad_norm, self.effective, self.stepped or (),
+            len(dropped), found.bad_params, found.inputs.skip,
         )  # fmt: skip

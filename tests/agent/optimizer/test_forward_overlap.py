@@ -111,7 +111,7 @@ class Poison:
 
     def _parts(self, subgroup: int) -> list[torch.Tensor]:
         layout: Layout = self._engine.layouts[subgroup]
-        has = self._engine._runner._step_inputs().has_grad
+        has = self._engine._runner._step_outcome().has_grad
         # What has no gradient is not updated: it stays.
         return [
             flat(self._engine.params[s.param])[s.offset : s.offset + s.numel] for s in layout.segments if has[s.param]
