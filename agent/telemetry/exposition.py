@@ -1,7 +1,8 @@
 """Text format of all metrics for Prometheus, with cached series names and headers.
 
-prometheus_client's own encoders would escape every label of every sample at each scrape, which took 7 ms of a core for
-335 series. Tests check that the text is equal to theirs, byte for byte.
+prometheus_client's own encoders escape every label of every sample at each scrape: 2.8 ms of a core for 280 series, and
+0.2 ms here. The overhead of steps of 0.3 s has no room for more under its bound (`docs/decisions/telemetry.md`).
+Tests check that the text is equal to theirs, byte for byte.
 """
 
 from __future__ import annotations

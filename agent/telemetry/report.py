@@ -15,7 +15,7 @@ from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
 from tidegate.timeline.timeline import DISPATCH, PhaseSpan, Span
 from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
-from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport
+from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport, moved_by
 
 
 def report_of(step: FinishedStep) -> StepReport:
@@ -49,23 +49,13 @@ def report_of(step: FinishedStep) -> StepReport:
 def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> UpdateFigures:
     """Collects the figures of one step that `verdict` needs for its sentence, which says what the update waited for
     longest. `gradient_arrival`: statistics of how the step's gradients became available."""
-    lanes: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    rows = [(row.direction, row) for row in report.links] + [
-        (f"{row.path}:{row.operation}", row) for row in report.paths
-    ]
-    for lane, row in rows:
-        if row.phase == "update":
-            nbytes, seconds = lanes[lane]
-            lanes[lane] = nbytes + row.bytes, seconds + row.busy_seconds
-    stalls: defaultdict[str, float] = defaultdict(float)
-    for stall in report.stalls:
-        if stall.phase == "update":
-            stalls[stall.cause] += stall.seconds
+    links = moved_by((row for row in report.links if row.phase == "update"), lambda row: row.direction)
+    paths = moved_by((row for row in report.paths if row.phase == "update"), lambda row: f"{row.path}:{row.operation}")
     return UpdateFigures(
         step_seconds=sum(report.phase_seconds.values()) + report.spill_seconds,
         update_seconds=report.phase_seconds.get("update", 0.0) + report.spill_seconds,
-        stalls=stalls,
-        lanes=lanes,
+        stalls={row.cause: row.seconds for row in report.stalls if row.phase == "update"},
+        lanes=links | paths,
         ceilings={
             f"{state.path}:{operation}": speed
             for state in report.path_states

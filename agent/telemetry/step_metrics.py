@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -11,7 +10,7 @@ from tidegate.agent.telemetry.paths import PathSample
 from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.plan.ops import path_lanes
 from tidegate.timeline.timeline import STALL_CAUSES
-from tidegate.wire.step import StepReport
+from tidegate.wire.step import StepReport, moved_by
 
 MIN_CEILING_BYTES: Final = 1 << 20
 """Minimum number of bytes that a link must transfer in a step before its speed in that step can raise the link's
@@ -70,14 +69,11 @@ def _step(metrics: MetricStore, report: StepReport) -> None:
 
 def _links(metrics: MetricStore, report: StepReport) -> None:
     """Updates the metrics of the link between host and device: bytes, busy time and best speed."""
-    moved: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for link in report.links:
         metrics.add("tidegate_link_bytes_total", link.bytes, link.direction, link.phase, link.content)
         metrics.add("tidegate_link_busy_seconds_total", link.busy_seconds, link.direction, link.phase)
-        moved[link.direction][0] += link.bytes
-        moved[link.direction][1] += link.busy_seconds
     ceilings: dict[Labels, float] = dict(metrics.rows("tidegate_link_ceiling_bytes_per_second"))
-    for direction, (nbytes, seconds) in moved.items():
+    for direction, (nbytes, seconds) in moved_by(report.links, lambda link: link.direction).items():
         if nbytes >= MIN_CEILING_BYTES and seconds > 0:
             ceilings[(direction,)] = max(ceilings.get((direction,), 0.0), nbytes / seconds)
     metrics.set_series("tidegate_link_ceiling_bytes_per_second", ceilings)

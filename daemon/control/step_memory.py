@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Final
 
-from tidegate.wire.step import LinkRow, PathRow, StepReport
+from tidegate.wire.step import LinkRow, PathRow, StepReport, moved_by
 
 _STEP_BYTES: Final = 3_000
 _ROW_BYTES: Final = 1_000
@@ -15,7 +15,6 @@ _ENTRY_BYTES: Final = 400
 """Estimated bytes of memory of a dictionary entry in a step report. `_STEP_BYTES` is the estimate for the report
 itself, `_ROW_BYTES` for a row (an entry of its stalls, links or paths), `_STATE_BYTES` for the state of a path. All are
 measured sizes, rounded up. Rows whose texts all have the largest allowed length take twice the estimate."""
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 def memory_of(step: StepReport) -> int:
@@ -57,24 +56,16 @@ def without_rows(step: StepReport) -> StepReport:
 
 def _summed(step: StepReport) -> StepReport:
     """The step with bytes summed in one row for each link direction, and one row for each path and operation."""
-    links = _bytes_by((row.direction, row.bytes) for row in step.links)
-    paths = _bytes_by(((row.path, row.operation), row.bytes) for row in step.paths)
+    links = moved_by(step.links, lambda row: row.direction)
+    paths = moved_by(step.paths, lambda row: (row.path, row.operation))
     rows = {
         "links": tuple(
             LinkRow.model_construct(direction=name, phase="", content="", bytes=count, busy_seconds=0.0)
-            for name, count in links.items()
+            for name, (count, _) in links.items()
         ),
         "paths": tuple(
             PathRow.model_construct(path=path, operation=operation, phase="", bytes=count, busy_seconds=0.0)
-            for (path, operation), count in paths.items()
+            for (path, operation), (count, _) in paths.items()
         ),
     }
     return without_rows(step).model_copy(update=rows)
-
-
-def _bytes_by(rows: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
-    """The sum of bytes for each key."""
-    found = dict[_Key, int]()
-    for key, count in rows:
-        found[key] = found.get(key, 0) + count
-    return found

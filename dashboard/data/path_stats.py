@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidegate.dashboard.data.step_stats import WINDOW
-from tidegate.wire.step import PathOperation, PathState, StepReport
+from tidegate.wire.step import PathOperation, PathState, StepReport, moved_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +38,11 @@ class PathFigures:
 def path_figures(steps: Sequence[StepReport]) -> list[PathFigures]:
     """Figures of the newest WINDOW of `steps` (oldest first), in the order of the paths; empty without paths."""
     recent = list(steps)[-WINDOW:]
-    moved: defaultdict[tuple[str, str], float] = defaultdict(float)
-    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for row in (row for step in recent for row in step.paths):
-        moved[row.path, row.operation] += row.bytes
-        busy[row.path, row.operation] += row.busy_seconds
+    moved = moved_by((row for step in recent for row in step.paths), lambda row: (row.path, row.operation))
     last = recent[-1] if recent else None
 
     def use(state: PathState, operation: PathOperation) -> PathUse:
-        nbytes, seconds = moved[state.path, operation], busy[state.path, operation]
+        nbytes, seconds = moved.get((state.path, operation), (0, 0.0))
         speed = nbytes / seconds if seconds > 0 else None
         ceiling = state.ceiling_bytes_per_second.get(operation)
         return PathUse(

@@ -10,7 +10,7 @@ from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure, Trace
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.timeline.timeline import PHASES
-from tidegate.wire.step import StepReport
+from tidegate.wire.step import StepReport, moved_by
 
 MAX_POINTS = 120
 NO_STEP = "No step has finished yet."
@@ -145,34 +145,31 @@ def link_bytes(steps: Sequence[StepReport]) -> Figure:
     """Mean bytes per step that are copied between host and device, by direction and content, coloured by the phase of
     the copy."""
     recent = list(steps)[-WINDOW:]
-    moved: dict[tuple[str, str], float] = {}
-    busy: dict[tuple[str, str], float] = {}
-    for row in (row for step in recent for row in step.links if row.bytes):
-        key = (f"{row.direction} {row.content}", row.phase)
-        moved[key] = moved.get(key, 0.0) + row.bytes / len(recent)
-        busy[key] = busy.get(key, 0.0) + row.busy_seconds / len(recent)
+    rows = (row for step in recent for row in step.links if row.bytes)
+    found = moved_by(rows, lambda row: (f"{row.direction} {row.content}", row.phase))
+    moved = {name: nbytes / len(recent) for name, (nbytes, _) in found.items()}
     if not moved:
         return chart_style.empty("Nothing has crossed the link." if recent else NO_STEP)
     ends = _ends(moved)
     names = sorted(ends, reverse=True)
     scale, unit = chart_style.byte_scale(max(moved.values()))
-    traces: list[Trace] = []
-    for phase in _phases(moved):
-        found = [(moved.get((name, phase), 0.0), busy.get((name, phase), 0.0)) for name in names]
-        traces.append(
-            _row_bars(names, [size * scale for size, _ in found], phase)
-            | {
-                "marker": {"color": palette.PHASE[phase]},
-                "customdata": [
-                    f"{units.nbytes(size)} a step at {units.rate(size / seconds if seconds > 0 else None)} while busy"
-                    for size, seconds in found
-                ],
-                "hovertemplate": f"%{{y}} in the {phase}: %{{customdata}}<extra></extra>",
-            }
-        )
+    traces = [
+        _row_bars(names, [moved.get((name, phase), 0.0) * scale for name in names], phase)
+        | {
+            "marker": {"color": palette.PHASE[phase]},
+            "customdata": [_mean_and_speed(*found.get((name, phase), (0, 0.0)), len(recent)) for name in names],
+            "hovertemplate": f"%{{y}} in the {phase}: %{{customdata}}<extra></extra>",
+        }
+        for phase in _phases(moved)
+    ]
     return _rows(
         traces, names, [ends[name] * scale for name in names], [units.nbytes(ends[name]) for name in names], unit
     )
+
+
+def _mean_and_speed(nbytes: int, seconds: float, num_steps: int) -> str:
+    speed = units.rate(nbytes / seconds if seconds > 0 else None)
+    return f"{units.nbytes(nbytes / num_steps)} a step at {speed} while busy"
 
 
 def _ends(totals: Mapping[tuple[str, str], float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from tidegate.dashboard.figures import charts
 from tidegate.dashboard.figures.memory_chart import memory_figure
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.dashboard.widgets.figure import draw
-from tidegate.wire.step import StepReport
+from tidegate.wire.step import StepReport, moved_by
 
 MIN_CEILING_BYTES = 1 << 20
 """Fewest bytes that a phase must have transferred to count for the link's highest speed. The speed of smaller transfers
@@ -68,11 +68,10 @@ def link_ceilings(steps: Sequence[StepReport]) -> dict[str, float]:
 
 
 def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[float, float]]:
-    totals: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in (row for step in steps for row in step.links):
-        moved, busy = totals.get((row.direction, row.phase), (0.0, 0.0))
-        totals[row.direction, row.phase] = (moved + row.bytes / len(steps), busy + row.busy_seconds / len(steps))
-    return dict(sorted(totals.items(), reverse=True))
+    totals = moved_by((row for step in steps for row in step.links), lambda row: (row.direction, row.phase))
+    return {
+        name: (moved / len(steps), busy / len(steps)) for name, (moved, busy) in sorted(totals.items(), reverse=True)
+    }
 
 
 def memory(snapshot: Snapshot) -> None:

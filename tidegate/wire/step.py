@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Hashable, Iterable
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -23,6 +24,8 @@ from tidegate.wire.base import (
 from tidegate.wire.stall_causes import StallCause
 
 PathOperation = Literal["read", "write"]
+_Key = TypeVar("_Key", bound=Hashable)
+_Row = TypeVar("_Row", "LinkRow", "PathRow")
 
 
 class StallRow(Message):
@@ -102,3 +105,12 @@ class StepReport(Message):
     verdict: Text = ""
     """The verdict on the update as a sentence without a full stop at its end: the main wait, figures, and the knob to
     change."""
+
+
+def moved_by(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, tuple[int, float]]:
+    """Bytes and busy seconds of rows, summed by the key that `key` gives for each row."""
+    found: dict[_Key, tuple[int, float]] = {}
+    for row in rows:
+        nbytes, seconds = found.get(name := key(row), (0, 0.0))
+        found[name] = nbytes + row.bytes, seconds + row.busy_seconds
+    return found
