@@ -37,7 +37,7 @@ from tidegate.agent.parameters.shards import shard_of
 from tidegate.agent.parameters.subgroups import check_distinct
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
-from tidegate.rules.rule import find
+from tidegate.kernels import implementation
 from tidegate.timeline.timeline import PhaseSpan
 
 
@@ -67,8 +67,8 @@ class Optimizer(OffloadedOptimizer):
         **hyperparameters: Any,
     ) -> None:
         check_max_grad_norm(max_grad_norm)
-        found = find(rule)
-        super().__init__(params, found, defaults_of(found, {**hyperparameters, "maximize": maximize}), offload)
+        found = implementation(rule)
+        super().__init__(params, found, defaults_of(found.rule, {**hyperparameters, "maximize": maximize}), offload)
         self.max_grad_norm = max_grad_norm
         self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
         """Function that computes the factor for all gradients (loss scale and clipping): `gradient_factor`, or one with
