@@ -195,9 +195,8 @@ class Optimizer(OffloadedOptimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state in torch's format: `step` and the tensors of the update rule (for AdamW `exp_avg` and
-        `exp_avg_sq`) of each parameter that was updated. 16-bit weights also have `remainder` (16 bits that complete
-        them to fp32) or `master` (fp32).
+        """Returns the state in torch's format: `step` and the tensors of the update rule of each parameter that was
+        updated. 16-bit weights also have `remainder` (16 bits that complete them to fp32) or `master` (fp32).
 
         If steps were skipped, so that the number of steps is larger than every `step`, the additional key `num_steps`
         holds it.
