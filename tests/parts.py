@@ -17,7 +17,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "agent/calibration/**/test_*.py", "bench/test_papers.py", "bench/test_prediction.py", "bench/test_strides.py",
         "cli/test_plan.py", "test_comparison.py",
     ),
-    "kernels": ("kernels/**/test_*.py",),
+    "kernels": ("kernels/**/test_*.py", "rules/**/test_*.py"),
     "engine": (
         "agent/test_cleanup.py", "agent/devices/**/test_*.py", "agent/engine/**/test_*.py",
         "agent/gradients/**/test_*.py", "agent/optimizer/**/test_*.py", "agent/parameters/**/test_*.py",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tidegate.agent.engine.op_runner import StepInputs
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, ParameterError
 from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.kernels.arithmetic.oracle import clip_scale
 from tidegate.knobs.setting_checks import check_flag, check_number
@@ -34,6 +34,17 @@ UNSUPPORTED_OPTIONS = {
     "differentiable": "an offloaded update is outside of autograd",
 }
 """Options of torch's AdamW that Tidegate does not support, each with the reason."""
+
+
+def as_list(params: Iterable[Any]) -> list[Any]:
+    """The argument `params` of an optimizer as a list. Raises TypeError for a single tensor, and ParameterError if it
+    is empty."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params must be an iterable of tensors or dicts, not a single {torch.typename(params)}.")
+    found = list(params)
+    if not found:
+        raise ParameterError("The optimizer got no parameters: pass model.parameters().")
+    return found
 
 
 def check_group(rule: UpdateRule, group: Mapping[str, Any]) -> None:

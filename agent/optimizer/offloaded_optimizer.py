@@ -26,6 +26,7 @@ from tidegate.agent.optimizer.backward_passes import NO_BACKWARD, BackwardPasses
 from tidegate.agent.optimizer.compile_exclusion import exclude_from_compilation
 from tidegate.agent.optimizer.engine_builder import build_engine, layouts_of
 from tidegate.agent.optimizer.host_cache import automatic_cache_bytes
+from tidegate.agent.optimizer.hyperparameters import as_list
 from tidegate.agent.optimizer.ineffective_steps import IneffectiveStepWarnings, param_namer
 from tidegate.agent.optimizer.listeners import AttachmentListener, RebuildListener
 from tidegate.agent.optimizer.offload import Offload, as_offload
@@ -43,11 +44,10 @@ from tidegate.agent.parameters.ownership import claim, release_ownership
 from tidegate.agent.parameters.parameter_identity import ParameterRecords, name_of
 from tidegate.agent.parameters.shards import LocalShard, shard_of
 from tidegate.agent.parameters.subgroups import Layout
-from tidegate.errors import CheckpointFailed, ConfigError, ParameterError
-from tidegate.kernels import implementation
+from tidegate.errors import CheckpointFailed, ConfigError
+from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.knobs.knobs import Knobs, KnobValue, Off
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.rules.rule import UpdateRule
 
 log = logging.getLogger("tidegate")
 
@@ -57,30 +57,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     converted, replaced, added or put into other groups, and its knobs may change, while training runs."""
 
     def __init__(
-        self, params: Iterable[Any], rule: UpdateRule, defaults: dict[str, Any], offload: Offload | None
+        self, params: Iterable[Any], rule: Implementation, defaults: dict[str, Any], offload: Offload | None
     ) -> None:
         """params, defaults: as in `torch.optim.Optimizer`. Raises the same errors as `AdamW`."""
-        if isinstance(params, torch.Tensor):
-            raise TypeError(f"params must be an iterable of tensors or dicts, not a single {torch.typename(params)}.")
-        params = list(params)
-        if not params:
-            raise ParameterError("The optimizer got no parameters: pass model.parameters().")
-        self.rule = rule
-        self._implementation = implementation(rule.name)
-        super().__init__(params, defaults)
+        self.rule, self._implementation = rule.rule, rule
+        super().__init__(as_list(params), defaults)
         exclude_from_compilation()
         self.offload = as_offload(offload)
         self.num_steps = 0
         """Number of calls of `step()` with gradients, continued from a loaded state."""
         self._params: list[torch.nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._steps = [0] * len(self._params)
-        self._pid = os.getpid()
-        self._why_closed = "it was closed"
+        self._pid, self._why_closed = os.getpid(), "it was closed"
         check_fits([shard_of(param) for param in self._params], self.offload.accumulation)
         claim(self, self._params)
         self.device = choose_device(self.offload, [shard_of(param) for param in self._params], self._implementation)
         warn_if_emulated(self.device)
-        layouts = layouts_of(self.param_groups, self.offload, rule)
+        layouts = layouts_of(self.param_groups, self.offload, self.rule)
         self.knobs = self.offload.knobs()
         self._auto = AutoValues(
             cache_bytes=automatic_cache_bytes(self.offload, list(map(shard_of, self._params)), layouts)
@@ -107,8 +100,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.background = False
         """Whether `step()` returns as soon as it is known which parameters are updated, while the update continues in
         the background. See `overlap_forward`."""
-        self._step_guard = StepGuard()
-        self._backward_passes = BackwardPasses(self.phases)
+        self._step_guard, self._backward_passes = StepGuard(), BackwardPasses(self.phases)
         self._moves_checked_in = NO_BACKWARD
         """Id of the last backward pass in which all parameters were checked: whether they were moved, converted or
         replaced. The check is made at the first gradient of each backward pass."""

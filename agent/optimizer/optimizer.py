@@ -37,7 +37,7 @@ from tidegate.agent.parameters.shards import shard_of
 from tidegate.agent.parameters.subgroups import check_distinct
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
-from tidegate.rules.rule import find
+from tidegate.kernels import implementation
 from tidegate.timeline.timeline import PhaseSpan
 
 
@@ -68,8 +68,8 @@ class Optimizer(OffloadedOptimizer):
         **hyperparameters: Any,
     ) -> None:
         check_max_grad_norm(max_grad_norm)
-        found = find(rule)
-        super().__init__(params, found, defaults_of(found, {**hyperparameters, "maximize": maximize}), offload)
+        found = implementation(rule)
+        super().__init__(params, found, defaults_of(found.rule, {**hyperparameters, "maximize": maximize}), offload)
         self.max_grad_norm = max_grad_norm
         self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
         """Function that computes the factor for all gradients (loss scale and clipping): `gradient_factor`, or one with
@@ -196,9 +196,8 @@ class Optimizer(OffloadedOptimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state in torch's format: `step` and the tensors of the update rule (for AdamW `exp_avg` and
-        `exp_avg_sq`) of each parameter that was updated. 16-bit weights also have `remainder` (16 bits that complete
-        them to fp32) or `master` (fp32).
+        """Returns the state in torch's format: `step` and the tensors of the update rule of each parameter that was
+        updated. 16-bit weights also have `remainder` (16 bits that complete them to fp32) or `master` (fp32).
 
         If steps were skipped, so that the number of steps is larger than every `step`, the additional key `num_steps`
         holds it.

@@ -1,5 +1,6 @@
-// The update of one element, in the arithmetics that there are. The order of operations is the contract with
-// kernels/arithmetic/oracle.py. A step has no branches, so that the loop around it vectorizes: what the scalars decide is its type.
+// The update of one element, in the arithmetics that there are. The order of operations is the contract with the oracles
+// in kernels/adamw/ and kernels/deepspeed_adamw/. A step has no branches, so that the loop around it vectorizes: what the
+// scalars decide is its type.
 #pragma once
 
 #include "convert.h"

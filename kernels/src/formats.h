@@ -9,7 +9,7 @@
 
 namespace tidegate {
 
-// The numbers are those of kernels/arithmetic/scalars.py.
+// The numbers are those of kernels/arithmetic/formats.py.
 enum class WeightFormat : int { F32 = 0, BF16_REMAINDER = 1, F16_MASTER = 2, BF16_MASTER = 3 };
 enum class GradDtype : int { F32 = 0, BF16 = 1, F16 = 2 };
 

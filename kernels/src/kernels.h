@@ -9,10 +9,10 @@
 
 namespace tidegate {
 
-// Whose roundings an update has. The numbers are those of kernels/arithmetic/scalars.py, which says what they are.
+// Whose roundings an update has. The numbers are those of kernels/adamw/scalars.py, which says what they are.
 enum class Arithmetic : int { TORCH = 0, DEEPSPEED = 1, DEEPSPEED_TAIL = 2 };
 
-// Each number is one fp32 value; kernels/arithmetic/scalars.py says what it stands for.
+// Each number is one fp32 value; kernels/adamw/scalars.py says what it stands for.
 struct Scalars {
   float grad_scale;
   float l2;

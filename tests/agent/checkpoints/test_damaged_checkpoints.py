@@ -145,7 +145,7 @@ def test_what_a_newer_tidegate_wrote_is_not_called_damaged(saved: Path) -> None:
 
 def test_a_newer_version_whose_checksum_is_elsewhere_is_not_called_damaged(saved: Path) -> None:
     manifest = manifest_of(three(saved)[0])
-    values = json.loads(manifest.read_bytes())["checkpoint"] | {"version": 3}
+    values = json.loads(manifest.read_bytes())["checkpoint"] | {"version": 4}
     manifest.write_bytes(json.dumps({"sha256": "0" * 64, "checkpoint": values}).encode())
     (found,) = tidegate.find_damaged_checkpoints(saved)
     assert isinstance(found.reason, NewerFormat)
@@ -153,7 +153,7 @@ def test_a_newer_version_whose_checksum_is_elsewhere_is_not_called_damaged(saved
 
 def test_a_flipped_version_is_damage_and_no_newer_format(saved: Path) -> None:
     manifest = manifest_of(three(saved)[0])
-    at = manifest.read_bytes().index(b'"version": 2') + len(b'"version": ')
+    at = manifest.read_bytes().index(b'"version": 3') + len(b'"version": ')
     for bit in range(8):
         flip(manifest, at, bit)
         (found,) = tidegate.find_damaged_checkpoints(saved)
