@@ -150,10 +150,10 @@ def read_only() -> str:
 
 
 def no_link() -> str:
-    """The reason why there is no link, as the end of a sentence that begins with `There is`."""
+    """A sentence that says why there is no link with which to sign in."""
     return (
-        f"no link: {one_time_codes.folder()}, where codes are kept, cannot be written. Paste a token into the page "
-        "that opens."
+        f"There is no link with which to sign in: {one_time_codes.folder()}, where one-time codes are kept, cannot be "
+        "written. Paste a token into the page that opens."
     )
 
 

@@ -132,7 +132,7 @@ def dashboard(
     if link:
         made = link_to(address_of(port, bind))
         if made is None:
-            raise TidegateError(f"There is {no_link()}")
+            raise TidegateError(no_link())
         say(made)
         if only_looks := read_only():
             say(only_looks, file=sys.stderr)

@@ -206,7 +206,7 @@ class Session:
         self.console.print(f"  live view  {view}")
         link = dashboard.link_to(view)
         if link is None:
-            self.console.print(f"  no link    There is {dashboard.no_link()}", markup=False)
+            self.console.print(f"  no link    {dashboard.no_link()}", markup=False)
             return
         self.console.print(f"  open by    {link} (once, within 10 minutes)", markup=False)
         if not self.headless and dashboard.wants_browser():
