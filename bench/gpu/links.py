@@ -97,9 +97,8 @@ def cpu_update(numel: int) -> dict[str, float]:
 
 def stage(target: Target) -> dict[str, Any]:
     nbytes, numel = target.sized(1 << 30, 1 << 16), target.sized(200_000_000, 50_000)
-    device = choose_device(
-        target.offload(device_memory_bytes=target.sized(0, 1 << 22)), [torch.zeros(1).to(target.device)]
-    )
+    settings = target.offload(device_memory_bytes=target.sized(0, 1 << 22))
+    device = choose_device(settings, [torch.zeros(1).to(target.device)], IMPLEMENTATION)
     both = link(device, [H2D, D2H], nbytes)
     measured = {
         "environment": environment(target),

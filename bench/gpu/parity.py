@@ -11,8 +11,8 @@ import torch
 import tidegate
 from bench.gpu.target import Target, run_stage
 from tidegate.kernels import GradDtype, WeightFormat
+from tidegate.kernels.adamw import oracle
 from tidegate.kernels.adamw.scalars import scalars
-from tidegate.kernels.arithmetic import oracle
 
 STEPS = 50
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
