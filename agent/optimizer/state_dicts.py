@@ -195,8 +195,8 @@ def scatter(engine: Engine, params: Sequence[torch.Tensor], state: Mapping[int, 
     """Loads a checked state into the engine's memory; tensors of the update rule become 0 for parameters without
     state."""
     engine.weights_loaded()
-    arrays_of = dtypes(engine.rule)
-    mine = {i: {name: local_part(value, params[i]) for name, value in given.items() if name in arrays_of}
+    known = {array.name for array in (*engine.rule.tensors, *AUX_ARRAYS)}
+    mine = {i: {name: local_part(value, params[i]) for name, value in given.items() if name in known}
             for i, given in state.items()}  # fmt: skip
     for layout in engine.layouts:
         with engine.memory.arrays(layout.id) as arrays:
