@@ -261,9 +261,9 @@ class HeaderContradiction(StateFileError):
 
 
 class DataTruncated(StateFileError):
-    """The file ends before the end of its data."""
+    """The file is missing, or it ends before the end of its data."""
 
-    trouble = "is too short for its data"
+    trouble = "is missing, or too short for its data"
 
 
 class ManifestDamaged(StateFileError):
