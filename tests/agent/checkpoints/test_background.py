@@ -263,23 +263,39 @@ def test_no_chunk_is_begun_while_an_update_runs(
     assert asked[-1][1] + 8192 >= begun[0].total_bytes
 
 
-def test_the_engines_updates_are_what_it_yields_to(tmp_path: Path, disk: Path, memory: Path, valve: Valve) -> None:
-    with Run(**both(disk, memory)) as run:
+def test_the_engines_updates_are_what_it_yields_to(
+    tmp_path: Path, disk: Path, memory: Path, valve: Valve
+) -> None:
+    """The update's flushes are held until the question was asked: an update of this size may end before it."""
+    with Run(**both(disk, memory)) as run, pytest.MonkeyPatch.context() as patched:
         run.steps(0, 1)
+        engine = run.optimizer.engine
+        assert engine.store is not None
         pending = run.optimizer.begin_checkpoint(tmp_path / "saved")
-        seen = []
+        seen: list[bool] = []
         run.optimizer.boundaries.append(lambda _: seen.append(pending._updating()))
-        step = run.optimizer.engine.step
+        asked = threading.Event()
+        flush, step = engine.store.flush, engine.step
+
+        def held(*args: Any) -> Any:
+            assert asked.wait(60)
+            return flush(*args)
 
         def noted(inputs: Any) -> Any:
+            asked.clear()
             found = step(inputs)
             seen.append(pending._updating())
+            asked.set()
             return found
 
-        run.optimizer.engine.step = noted  # type: ignore[method-assign]
-        run.steps(1, 3)
+        patched.setattr(engine.store, "flush", held)
+        patched.setattr(engine, "step", noted)
+        try:
+            run.steps(1, 3)
+        finally:
+            asked.set()
+            valve.open.set()
         assert seen == [True, False] * 2
-        valve.open.set()
         pending.result()
 
 
