@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -18,10 +19,10 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
 from tidegate.logs import event
+from tidegate.plan import Subgroup
 from tidegate.simulator.predictor import size_runs
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
-from tidegate.wire.evidence import SizeRuns
 
 log = logging.getLogger("tidegate")
 
@@ -35,8 +36,8 @@ class RankMessages:
         self._run, self._ranks = run, ranks
         self._started_at = time.time()
         self._agent = uuid.uuid4().hex
-        self._registered_sizes: SizeRuns = ()
-        """Sizes of the subgroups in the last registration message."""
+        self._registered: Sequence[Subgroup] = ()
+        """Subgroups in the last registration message."""
         self._rates_refused = False
         """Whether it was logged that rates are not reported."""
 
@@ -51,7 +52,7 @@ class RankMessages:
         reset_knobs: whether the settings of the optimizer replace the knobs that the run had before.
         """
         engine, device, offload = self._optimizer.engine, self._optimizer.device, self._optimizer.offload
-        self._registered_sizes = size_runs(engine.subgroups)
+        self._registered = engine.subgroups
         return AgentHello(
             agent=self._agent,
             run=self._run,
@@ -63,7 +64,7 @@ class RankMessages:
             metrics_address=metrics_address,
             knobs=self._optimizer.knobs.as_dict(),
             reset_knobs=reset_knobs,
-            subgroups=self._registered_sizes,
+            subgroups=size_runs(self._registered),
             num_slots=engine.num_slots,
             device_memory_bytes=device.capacity_bytes,
             host_slots=offload.host_slots,
@@ -91,7 +92,7 @@ class RankMessages:
             generation=self._applied.generation,
             effective=self._optimizer.effective_knobs(),
             rates=None if rates is None else self._rates_message(rates),
-            evidence=predictor.evidence(self._registered_sizes),
+            evidence=predictor.evidence(self._registered),
             steps=recorder.take_unreported(),
             timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -43,14 +44,14 @@ class Predictor:
         """The path that is too small for its share under these knobs, as a sentence; empty if there is none."""
         return capacity_shortfall(self.rank, knobs, self.rates)
 
-    def evidence(self, registered: SizeRuns) -> ModelEvidence:
-        """The message from which `predictor_of` makes an equal predictor. registered: the sizes of subgroups in the
-        registration of the rank."""
-        rank, sizes = self.rank, size_runs(self.rank.subgroups)
+    def evidence(self, registered: Sequence[Subgroup]) -> ModelEvidence:
+        """The message from which `predictor_of` makes an equal predictor. registered: the subgroups at the registration
+        of the rank."""
+        rank = self.rank
         budget = rank.gradient_budget if rank.gradients == "release" else None
         return ModelEvidence(
-            subgroups=None if sizes == registered else sizes,
-            gradient_order=None if rank.gradient_order is None else _id_runs(rank.gradient_order),
+            subgroups=None if rank.subgroups == registered else size_runs(rank.subgroups),
+            gradient_order=None if rank.gradient_order is None else _id_runs(tuple(rank.gradient_order)),
             step_at=rank.step_at,
             backward_seconds=self.backward_seconds,
             path_speeds={
@@ -112,7 +113,8 @@ def subgroups_of(runs: SizeRuns) -> tuple[Subgroup, ...]:
     return tuple(replace(subgroup, id=number) for number, subgroup in enumerate(repeated))
 
 
-def _id_runs(ids: Iterable[int]) -> tuple[tuple[int, int], ...] | None:
+@lru_cache(maxsize=8)
+def _id_runs(ids: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
     """The ids as runs (first, last) that grow or shrink by 1; None if there are too many for a message."""
     runs: list[list[int]] = []
     for i in ids:
