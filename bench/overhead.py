@@ -40,9 +40,9 @@ import torch
 
 import tidegate
 from tidegate.agent.control.phase_hooks import PhaseHooks
-from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
-from tidegate.agent.engine.step_result import StepResult
+from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.demo.services import Service
+from tidegate.timeline.step_result import StepPhases, StepResult
 
 TARGET = 0.005
 STEP_SECONDS = 0.3

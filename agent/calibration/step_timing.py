@@ -13,13 +13,12 @@ import torch
 
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import OFF, specs_for
 from tidegate.simulator.calibration_fit import MeasuredStep
+from tidegate.timeline.step_result import StepPhases, StepResult
 
 TENSORS: Final = 8
 """Number of parameter tensors: their gradients arrive one after the other, and copies begin with the first."""

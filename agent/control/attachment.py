@@ -27,14 +27,13 @@ from tidegate.agent.control.phase_hooks import PhaseHooks
 from tidegate.agent.control.rank_messages import RankMessages
 from tidegate.agent.control.step_sync import BoundaryMessage, agree
 from tidegate.agent.control.tuning import Tuning
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.rank_metrics import RankMetrics
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
 from tidegate.logs import event
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.wire.agent import AgentHello, AgentReport
 
 log = logging.getLogger("tidegate")

@@ -23,6 +23,7 @@ from tidegate.plan import Subgroup
 from tidegate.simulator.predictor import size_runs
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
+from tidegate.wire.translation import view_of
 
 log = logging.getLogger("tidegate")
 
@@ -83,7 +84,7 @@ class RankMessages:
         recorder = self._recorder
         rates, last = recorder.rates, recorder.last_step
         # Before steps are taken: an error here must not lose them.
-        timeline = None if last is None else last.view()
+        timeline = None if last is None else view_of(last)
         predictor = rank_predictor(self._optimizer, recorder)
         return AgentReport(
             timestamp=time.time(),

@@ -15,14 +15,13 @@ from typing import TypeVar
 
 from tidegate.agent.control.rank_predictor import rank_predictor
 from tidegate.agent.control.step_sync import BoundaryMessage
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import AUTO
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.tuner.consensus import RankPredictions, Setting, elect, proposals
 from tidegate.tuner.proposal import find_move, predicted_seconds_or_none
 from tidegate.tuner.tuner import Move, Tuner

@@ -25,7 +25,6 @@ from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs, StepOutcom
 from tidegate.agent.engine.plan_in_flight import PlanInFlight, gradient_reads
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.step_planner import StepPlanner
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.engine.usability import Usability
 from tidegate.agent.engine.weight_edits import WeightEdits
 from tidegate.agent.gradients.accumulation import HostSums
@@ -40,6 +39,7 @@ from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.plan import Subgroup
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, path_lanes
+from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import Span
 
 MAX_DROPPED_SPANS = 10_000

@@ -9,50 +9,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 
+from tidegate.timeline.step_result import StepPhases
 from tidegate.timeline.timeline import Phase, PhaseSpan
 
 SHORT_SECONDS = 1e-3
 """Minimum duration of a phase `other`, in seconds, for which the peak of device memory is read. Reading the peak takes
 longer than everything else at a phase boundary. Memory that is allocated in a shorter phase counts for the next
 phase."""
-
-
-@dataclass(frozen=True)
-class StepPhases:
-    """The phases of one step with their figures. Times are in seconds on the monotonic clock."""
-
-    spans: tuple[PhaseSpan, ...]
-    cpu_seconds: dict[Phase, float]
-    device_peak_bytes: dict[Phase, int]
-    exposed_seconds: dict[Phase, float]
-    clock_cpu_seconds: float = 0.0
-    """Overhead of the recording: CPU seconds of the training thread at the boundaries of phases."""
-    tail: tuple[PhaseSpan, ...] = ()
-    """Phases of the next step during which this step's update was still running. They count for the next step; here
-    they only show in which phase bytes were moved."""
-
-    logged: dict[str, float] = field(default_factory=dict)
-    """Figures that the training loop gave for the step with `AdamW.log`."""
-    first_gradient: float | None = None
-    """When the first gradient of the step's last backward pass arrived, on the host's monotonic clock."""
-    single_node_share: float = 0.0
-    """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, and so
-    arrive together, in the step's last backward pass."""
-
-    @property
-    def with_tail(self) -> tuple[PhaseSpan, ...]:
-        """All phases in which this step's update may have moved bytes."""
-        return self.spans + self.tail
-
-    def seconds(self) -> dict[Phase, float]:
-        """Wall time of each phase in this step."""
-        total: dict[Phase, float] = defaultdict(float)
-        for span in self.spans:
-            total[span.phase] += span.end - span.start
-        return dict(total)
 
 
 class PhaseRecorder:

@@ -6,10 +6,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from tidegate.agent.engine.op_runner import StepOutcome
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan import Plan
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import OpKind
+from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import Span
 
 READS_GRADIENT = (OpKind.GRAD_D2H, OpKind.GRAD_NORM, OpKind.DEVICE_UPDATE)

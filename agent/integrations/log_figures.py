@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tidegate.agent.control.attachment import Attachment
-from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.telemetry.metric_store import Labels
+from tidegate.timeline.gradient_arrival import GradientArrival
 from tidegate.timeline.verdict import UpdateFigures, verdict
 
 PREFIX: Final = "tidegate_"

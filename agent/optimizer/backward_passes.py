@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from tidegate.agent.engine.phases import PhaseRecorder
-from tidegate.agent.optimizer.gradient_arrival import single_node_share
+from tidegate.timeline.gradient_arrival import MIN_PARAMS
 
 GRAPH_CHECK_INTERVAL: Final = 16
 """Number of steps from one examination of the autograd graph (see `single_node_share`) to the next. The first four
 steps are examined, too. An examination takes about 0.2 ms."""
+
+MAX_NODES: Final = 16
+"""Maximum number of nodes of the autograd graph examined in one backward. A node that produces the gradients of
+the whole model is among the first nodes of its backward."""
 
 NO_BACKWARD: Final = -1
 """Value that autograd returns as the id of the current backward pass when no backward pass is running."""
@@ -60,3 +65,27 @@ def _share_of_current_pass(param_groups: Sequence[Mapping[str, Any]]) -> float:
     node = torch._C._current_autograd_node()
     params = [param for group in param_groups for param in group["params"] if param.requires_grad]
     return single_node_share(node, params) if node is not None else 0.0
+
+
+def single_node_share(node: Any, params: Collection[Any]) -> float:
+    """Largest share of the elements of these parameters whose gradients come from a single node of the autograd graph.
+    Examines the first MAX_NODES nodes of a backward, from `node` on. `torch.compile` turns each region that it compiles
+    into a single node.
+
+    The share is computed from the graph, because measured times do not show whether gradients come from the same node:
+    if a backward is brief, or only enqueued by the host, the hooks between two gradients of one node take longer than
+    the work before the first gradient.
+    """
+    nodes, largest = [node], 0
+    for node in itertools.islice(nodes, MAX_NODES):
+        inputs = [source for source, _ in node.next_functions if source is not None]
+        leaves = {id(source.variable) for source in inputs if _is_leaf(source)}
+        if len(leaves) >= MIN_PARAMS:
+            largest = max(largest, sum(p.numel() for p in params if id(p) in leaves))
+        nodes += [source for source in inputs if not _is_leaf(source)]
+    return largest / sum(p.numel() for p in params) if largest else 0.0
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether the node accumulates into the gradient of a parameter."""
+    return type(node).__name__ == "AccumulateGrad"

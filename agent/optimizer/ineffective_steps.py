@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.parameters.parameter_identity import name_of
 from tidegate.agent.parameters.shards import shard_of
 from tidegate.logs import event
+from tidegate.timeline.step_result import StepPhases, StepResult
 
 log = logging.getLogger("tidegate")
 

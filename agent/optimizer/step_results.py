@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tidegate.agent.engine.engine import Engine
-from tidegate.agent.engine.phases import PhaseRecorder, StepPhases
-from tidegate.agent.engine.step_result import StepResult
+from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan
 
 Observer = Callable[[StepResult, StepPhases], None]

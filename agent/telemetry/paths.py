@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.tier_store import TierStore
-from tidegate.agent.tiers.transfers import Transfer
 from tidegate.logs import event
+from tidegate.timeline.step_record import PathSample
 from tidegate.wire.evidence import MAX_SUBGROUPS
 
 log = logging.getLogger("tidegate")
@@ -27,23 +25,6 @@ WRITE_RATE_SAMPLE_SECONDS: Final = 30.0
 these samples."""
 MIN_WRITE_RATE_SECONDS: Final = 10.0
 """Least measured time in seconds before a daily rate is extrapolated, because the first steps are not typical."""
-
-
-@dataclass(frozen=True, slots=True)
-class PathSample:
-    """Sample of one path at the end of a step: its transfers since the last sample (`moves`), and the fields of the
-    message `PathState`, which is made of it later."""
-
-    path: str
-    moves: tuple[tuple[str, Transfer], ...]
-    free_bytes: int | None
-    bytes: Mapping[str, int]
-    lock_wait_seconds: Mapping[str, float]
-    errors: Mapping[str, int]
-    ceiling_bytes_per_second: Mapping[str, float]
-    written_bytes_per_day: float | None
-    retired: bool = False
-    capacity_subgroups: int | None = None
 
 
 class WriteRate:

@@ -13,9 +13,6 @@ from typing import Final
 from cachetools import LRUCache
 
 from tidegate.agent.calibration.saved_rate_card import saved_rate_card
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
-from tidegate.agent.optimizer.gradient_arrival import GradientArrival
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.telemetry import step_metrics
@@ -23,7 +20,6 @@ from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.agent.telemetry.paths import PathSampler
 from tidegate.agent.telemetry.phase_forecast import PhaseForecast
 from tidegate.agent.telemetry.report import report_of
-from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
 from tidegate.logs import event
@@ -32,6 +28,9 @@ from tidegate.simulator.simulate import update_seconds
 from tidegate.speeds.dispatch_latency import StepTrace
 from tidegate.speeds.live_rates import LiveRates
 from tidegate.speeds.rate_card import RateCard, measured_work
+from tidegate.timeline.gradient_arrival import GradientArrival
+from tidegate.timeline.step_record import FinishedStep
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import Timeline
 from tidegate.wire.step import StepReport
 

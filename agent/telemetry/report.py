@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import cast
 
-from tidegate.agent.optimizer.gradient_arrival import GradientArrival
-from tidegate.agent.telemetry.bytes_by_phase import start_of, totals_by_phase
-from tidegate.agent.telemetry.paths import PathSample
-from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
 from tidegate.plan.ops import LINK_LANES
+from tidegate.timeline.bytes_by_phase import start_of, totals_by_phase
+from tidegate.timeline.gradient_arrival import GradientArrival
+from tidegate.timeline.step_record import FinishedStep, PathSample
 from tidegate.timeline.timeline import DISPATCH, PhaseSpan, Span
 from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
 from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport, moved_by

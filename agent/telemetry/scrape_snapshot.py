@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import psutil
 
 from tidegate.agent.optimizer.optimizer import Optimizer
-from tidegate.agent.telemetry.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.agent.tiers.file_path import StoragePath
@@ -18,6 +17,7 @@ from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.knobs.knobs import AUTO, EQ1, KnobValue, device_share, weights_of
 from tidegate.metrics.family import PATH_OPERATIONS
+from tidegate.timeline.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.timeline.timeline import PHASES, PhaseSpan
 
 

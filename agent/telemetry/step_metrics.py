@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
-from tidegate.agent.telemetry.paths import PathSample
-from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.plan.ops import path_lanes
+from tidegate.timeline.step_record import FinishedStep, PathSample
 from tidegate.timeline.timeline import STALL_CAUSES
 from tidegate.wire.step import StepReport, moved_by
 

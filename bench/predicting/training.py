@@ -13,8 +13,6 @@ import torch
 import tidegate
 from tidegate.agent.control.rank_predictor import rank_of
 from tidegate.agent.devices.emulated import EmulatedRates
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -22,6 +20,7 @@ from tidegate.plan.ops import LANES, OpKind
 from tidegate.plan.residency import GradientMode
 from tidegate.simulator.steady_state import Rank
 from tidegate.timeline.stall_analysis import busy_seconds
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import Span
 
 TENSOR_NUMEL = 1 << 22

@@ -16,10 +16,9 @@ import tidegate
 from tidegate.agent.devices.base import Copy, Event
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.op_runner import StepInputs
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.transfers import Transfer
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan
 
 RATES = tidegate.EmulatedRates(h2d_bytes_per_second=4e8, d2h_bytes_per_second=4e8, update_params_per_second=1e8)

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tidegate.agent.control.attachment import Attachment
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.timeline.chrome_trace import write_trace
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import Timeline
 
 TRACED_STEPS = 5

@@ -1,1 +1,1 @@
-"""Timelines of one step: spans on lanes, stall analysis, verdict, and the Chrome trace."""
+"""What happened in one step: its record, spans on lanes, stall analysis, verdict, and the Chrome trace."""

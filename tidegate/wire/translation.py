@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tidegate.plan.ops import CONTENT_OF, OpKind
+from tidegate.timeline.step_record import FinishedStep
 from tidegate.timeline.timeline import PHASES, PhaseSpan, Span, Timeline
 from tidegate.wire.timeline import MAX_SPANS, TimelineView
 
@@ -55,3 +58,8 @@ def as_view(timeline: Timeline, zero: float = 0.0) -> TimelineView:
         "num_spans": len(timeline.spans),
         "deps": {s.op: deps for s in sent if (deps := timeline.deps.get(s.op))},
     })  # fmt: skip
+
+
+def view_of(step: FinishedStep) -> TimelineView:
+    """The measured timeline of a step as a message, with times relative to the start of the step."""
+    return as_view(replace(step.monotonic_timeline, phases=step.phases.with_tail), step.zero)

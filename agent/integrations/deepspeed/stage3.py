@@ -20,8 +20,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.integrations.deepspeed import state as states
 from tidegate.agent.integrations.deepspeed.norm import ZeroNorm, gradient_factor
 from tidegate.agent.integrations.deepspeed.state import MOMENTS, FlatPosition, FlatState
@@ -31,6 +29,7 @@ from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.parameters.shards import LocalShard
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
+from tidegate.timeline.step_result import StepPhases, StepResult
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 """Hyperparameters that schedulers and users may change in DeepSpeed's param groups during training."""

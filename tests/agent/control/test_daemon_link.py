@@ -18,13 +18,13 @@ import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import hello
 from tests.services import ROOT, DaemonProcess, daemon_process, free_port, until
-from tidegate.agent.control import link_timing
+from tidegate.agent.control import link_timing, rank_messages
 from tidegate.agent.control.attachment import Attachment
 from tidegate.agent.control.daemon_link import AgentLink
 from tidegate.agent.control.link_timing import MAX_BACKOFF_SECONDS, backoff, pause_after_report
-from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import KnobError, StaleKnobs
+from tidegate.timeline.step_record import FinishedStep
 from tidegate.wire.agent import AgentReport
 
 RUN = "link"
@@ -183,14 +183,14 @@ def test_a_report_that_cannot_be_made_ends_neither_the_reports_nor_the_rest(
         assert attachment.link is not None
         training.step()
         with monkeypatch.context() as patch:
-            patch.setattr(FinishedStep, "view", broken)
+            patch.setattr(rank_messages, "view_of", broken)
             for count in (1, 2):
                 attachment.link._requests.put(None)
                 until(lambda count=count: len(tried) > count, "a report that fails")
         attachment.link._requests.put(None)
         until(lambda: [row.step for row in client.steps(RUN, 0).steps] == [1], "the step that was not lost")
         assert caplog.text.count("a report could not be made") == 1
-        monkeypatch.setattr(FinishedStep, "view", broken)
+        monkeypatch.setattr(rank_messages, "view_of", broken)
         optimizer.close()
         assert refuses(attachment.metrics_address)
         assert client.runs()[0].liveness == "finished"

@@ -16,8 +16,7 @@ import tidegate
 from tests import forked
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, until
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
+from tidegate.timeline.step_result import StepPhases, StepResult
 
 RUN = "path-knobs"
 

@@ -10,10 +10,10 @@ import tidegate
 from tests.agent.engine.test_exactness import FAST
 from tests.agent.optimizer.test_optimizer import params_of, run_steps
 from tidegate.agent.engine.residency import traffic
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.path_speed_estimator import PathSpeedEstimator
+from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import Span
 
 

@@ -19,12 +19,12 @@ from tests.agent.plain_adamw import PlainAdamW
 from tests.services import until
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.plan_progress import IssuedOp
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.optimizer.auto_knobs import AutoValues
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.ops import Op, OpKind
 from tidegate.speeds.dispatch_latency import StepTrace
+from tidegate.timeline.step_result import StepResult
 
 ON_CPU = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST, cpu_threads=1)
 

@@ -16,20 +16,18 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.agent.telemetry import step_metrics
 from tidegate.agent.telemetry.exposition import Exposition
 from tidegate.agent.telemetry.gpu import GpuFigures
 from tidegate.agent.telemetry.metric_store import MetricStore
-from tidegate.agent.telemetry.paths import PathSample
 from tidegate.agent.telemetry.report import report_of
 from tidegate.agent.telemetry.scrape_snapshot import CurrentPath, CurrentState, read_current_state, update_metrics
-from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.metrics.family import Metric
 from tidegate.plan import OpKind, Plan
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.timeline.step_record import FinishedStep, PathSample
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan, Span
 
 FOLDER = Path(__file__).with_name("recorded")

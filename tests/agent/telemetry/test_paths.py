@@ -26,12 +26,12 @@ from tests.agent.training import Training, batch
 from tests.services import program, until
 from tidegate.agent.checkpoints import snapshot
 from tidegate.agent.telemetry import paths as path_telemetry
-from tidegate.agent.telemetry.bytes_by_phase import divide_by_phase, start_of, totals_by_phase
 from tidegate.agent.telemetry.paths import MIN_WRITE_RATE_SECONDS, WRITE_RATE_WINDOW_SECONDS, WriteRate
 from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.errors import ConfigError
 from tidegate.metrics.catalogue import METRICS
+from tidegate.timeline.bytes_by_phase import divide_by_phase, start_of, totals_by_phase
 from tidegate.timeline.timeline import PhaseSpan
 from tidegate.wire.step import StepReport
 

@@ -15,8 +15,7 @@ import tidegate
 from tests.agent.telemetry.test_paths import LANES, PATHS, kernel_bytes
 from tests.agent.training import Training
 from tests.services import Prometheus, free_port, program, until
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PHASES
 
 WARM_UP_STEPS = 3

@@ -25,13 +25,14 @@ from tests.agent.training import Training, batch
 from tests.services import program
 from tests.timeline.compute import compute_seconds
 from tidegate.agent.engine import phases
-from tidegate.agent.engine.phases import SHORT_SECONDS, PhaseRecorder, StepPhases
+from tidegate.agent.engine.phases import SHORT_SECONDS, PhaseRecorder
 from tidegate.agent.telemetry import exporter, recorder
-from tidegate.agent.telemetry.step_record import FinishedStep
 from tidegate.knobs.knobs import Off, device_share
 from tidegate.metrics.catalogue import METRICS
 from tidegate.plan import Plan
 from tidegate.timeline.stall_analysis import stalls
+from tidegate.timeline.step_record import FinishedStep
+from tidegate.timeline.step_result import StepPhases
 from tidegate.timeline.timeline import PHASES
 from tidegate.tuner.tuner import FIRST_SEARCH_STEPS
 from tidegate.wire.timeline import MAX_SPANS

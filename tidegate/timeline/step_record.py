@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
-from tidegate.agent.optimizer.gradient_arrival import GradientArrival, gradient_arrival_of
-from tidegate.agent.telemetry.paths import PathSample
+from tidegate.timeline.bytes_by_phase import Moved
+from tidegate.timeline.gradient_arrival import GradientArrival, gradient_arrival_of
+from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
-from tidegate.wire.timeline import TimelineView
-from tidegate.wire.translation import as_view
+
+
+class PathTransfer(Moved, Protocol):
+    """A read or write of a storage path."""
+
+    @property
+    def is_whole(self) -> bool:
+        """False for the transfer of a part of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathSample:
+    """Sample of one path at the end of a step: its transfers since the last sample (`moves`), and the fields of the
+    message `PathState`, which is made of it later."""
+
+    path: str
+    moves: tuple[tuple[str, PathTransfer], ...]
+    free_bytes: int | None
+    bytes: Mapping[str, int]
+    lock_wait_seconds: Mapping[str, float]
+    errors: Mapping[str, int]
+    ceiling_bytes_per_second: Mapping[str, float]
+    written_bytes_per_day: float | None
+    retired: bool = False
+    capacity_subgroups: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +72,7 @@ class FinishedStep:
     @cached_property
     def timeline(self) -> Timeline:
         """The measured timeline with times relative to the start of the step."""
-        zero = self._zero
+        zero = self.zero
         return Timeline(
             step=self.number,
             source="measured",
@@ -63,12 +87,8 @@ class FinishedStep:
             origin=self._wall + zero,
         )
 
-    def view(self) -> TimelineView:
-        """The timeline as a message for the daemon, with times relative to the start of the step."""
-        return as_view(replace(self.monotonic_timeline, phases=self.phases.with_tail), self._zero)
-
     @property
-    def _zero(self) -> float:
+    def zero(self) -> float:
         """Monotonic time at which the step began."""
         starts = [span.start for span in self.result.spans] + [phase.start for phase in self.phases.spans]
         return min(starts, default=-self._wall)

@@ -3,22 +3,16 @@ gradient, and the share that a single node of the autograd graph produces."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from tidegate.agent.engine.phases import StepPhases
-from tidegate.agent.engine.step_result import StepResult
 from tidegate.plan.ops import OpKind
+from tidegate.timeline.step_result import StepPhases, StepResult
 
 MIN_PARAMS: Final = 8
 """Smallest number of parameters for which two figures are determined: the time of the first gradient, and the share of
 the gradients that come from a single node of the autograd graph. With fewer parameters, these figures say little: the
 first gradient may come at the end of an ordinary backward, too."""
-MAX_NODES: Final = 16
-"""Maximum number of nodes of the autograd graph examined in one backward. A node that produces the gradients of
-the whole model is among the first nodes of its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +78,6 @@ def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArriv
     if len(result.stepped) < MIN_PARAMS:
         return GradientArrival(total, again)
     return GradientArrival(total, again, *_first_of_backward(phases), phases.single_node_share * total)
-
-
-def single_node_share(node: Any, params: Collection[Any]) -> float:
-    """Largest share of the elements of these parameters whose gradients come from a single node of the autograd graph.
-    Examines the first MAX_NODES nodes of a backward, from `node` on. `torch.compile` turns each region that it compiles
-    into a single node.
-
-    The share is computed from the graph, because measured times do not show whether gradients come from the same node:
-    if a backward is brief, or only enqueued by the host, the hooks between two gradients of one node take longer than
-    the work before the first gradient.
-    """
-    nodes, largest = [node], 0
-    for node in itertools.islice(nodes, MAX_NODES):
-        inputs = [source for source, _ in node.next_functions if source is not None]
-        leaves = {id(source.variable) for source in inputs if _is_leaf(source)}
-        if len(leaves) >= MIN_PARAMS:
-            largest = max(largest, sum(p.numel() for p in params if id(p) in leaves))
-        nodes += [source for source in inputs if not _is_leaf(source)]
-    return largest / sum(p.numel() for p in params) if largest else 0.0
-
-
-def _is_leaf(node: Any) -> bool:
-    """Whether the node accumulates into the gradient of a parameter."""
-    return type(node).__name__ == "AccumulateGrad"
 
 
 def _first_of_backward(phases: StepPhases) -> tuple[float, float]:

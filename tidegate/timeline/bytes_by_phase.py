@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidegate.agent.devices.base import DoneEvent
 from tidegate.timeline.stall_analysis import Interval, split_by_phase
 from tidegate.timeline.timeline import Phase, PhaseSpan
 
@@ -61,7 +60,7 @@ def totals_by_phase(
             if start < phase.start or end > phase.end:
                 for name, nbytes, _ in divide_by_phase(move, move.nbytes, phases):
                     totals[channel, name].nbytes += nbytes
-                for name, _, seconds in divide_by_phase(DoneEvent(began, ended), 0, phases):
+                for name, _, seconds in divide_by_phase(PhaseSpan(at, began, ended), 0, phases):
                     totals[channel, name].seconds += seconds
                 continue
             at, low, high = phase.phase, phase.start, phase.end
