@@ -36,6 +36,7 @@ from tidegate.timeline.step_result import StepPhases
 from tidegate.timeline.timeline import PHASES
 from tidegate.tuner.tuner import FIRST_SEARCH_STEPS
 from tidegate.wire.timeline import MAX_SPANS
+from tidegate.wire.translation import view_of
 
 STEPS = 12
 
@@ -152,7 +153,7 @@ def test_what_training_makes_and_what_watching_costs(run: tuple[Training, tidega
 def test_the_daemon_is_sent_what_the_timeline_says(run: tuple[Training, tidegate.Attachment]) -> None:
     last = run[1].recorder.last_step
     assert last is not None
-    timeline, sent = last.timeline, last.view()
+    timeline, sent = last.timeline, view_of(last)
     assert sent.num_spans == len(sent.spans) == len(timeline.spans) > 0
     for row, span in zip(sent.spans, timeline.spans, strict=True):
         assert all(getattr(row, name) == getattr(span, name) for name in type(row).model_fields)
@@ -171,7 +172,7 @@ def test_of_a_long_timeline_the_first_spans_are_sent_with_their_dependencies(
     assert last is not None
     spans = tuple(dataclasses.replace(last.result.spans[0], op=op) for op in range(3 * MAX_SPANS))
     deps = {op: (op - 1,) if op else () for op in range(3 * MAX_SPANS)}
-    sent = dataclasses.replace(last, result=dataclasses.replace(last.result, spans=spans), deps=deps).view()
+    sent = view_of(dataclasses.replace(last, result=dataclasses.replace(last.result, spans=spans), deps=deps))
     assert (len(sent.spans), sent.num_spans) == (MAX_SPANS, 3 * MAX_SPANS)
     assert sent.deps == {op: deps[op] for op in range(1, MAX_SPANS)}
 
