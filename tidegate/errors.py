@@ -274,7 +274,8 @@ class ManifestDamaged(StateFileError):
 
 
 class FileDamaged(StateFileError):
-    """A file of a checkpoint that `save_also` wrote differs from its checksum."""
+    """A file of a checkpoint differs from its checksum: a file that `save_also` wrote, or the optimizer's
+    `optimizer.pt`."""
 
     trouble = "has changed since it was saved in the checkpoint"
     remedy = "Load weights and state of another checkpoint; `tidegate doctor --checkpoints` lists damaged ones."

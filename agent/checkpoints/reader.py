@@ -26,9 +26,20 @@ from tidegate.agent.parameters.subgroups import Format, Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain
 from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, bytes_to_read, padded_bytes
-from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, ForeignState, ManifestDamaged
+from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, FileDamaged, ForeignState
 from tidegate.kernels import GradDtype, IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
 from tidegate.rules.rule import tensors_text
+
+
+def optimizer_bytes(checkpoint: Checkpoint) -> bytes:
+    """The content of the checkpoint's `optimizer.pt`. FileDamaged when it differs from its checksum."""
+    path = checkpoint.folder / OPTIMIZER_FILE
+    with checkpoint_failed_on_error(path), open_plain(path) as file:
+        data = file.read()
+    found, expected = zlib.crc32(data), checkpoint.manifest.optimizer_crc
+    if found != expected:
+        raise FileDamaged(path, f"checksum {found:#010x}", f"{expected:#010x}")
+    return data
 
 
 class Reader:
@@ -62,13 +73,7 @@ class Reader:
 
     def optimizer(self) -> dict[str, Any]:
         """Reads the optimizer's state besides the subgroups (param groups, step counts) and verifies its checksum."""
-        path = self._checkpoint.folder / OPTIMIZER_FILE
-        with checkpoint_failed_on_error(path), open_plain(path) as file:
-            data = file.read()
-        if zlib.crc32(data) != self._checkpoint.manifest.optimizer_crc:
-            raise ManifestDamaged(
-                path, f"checksum {zlib.crc32(data):#010x}", f"{self._checkpoint.manifest.optimizer_crc:#010x}"
-            )
+        data = optimizer_bytes(self._checkpoint)
         loaded: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
         return loaded
 

@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.daemon.live import Agent, Daemon, hello, listen, new_run, step_report, threaded
 from tests.hostile import hostile, plain, trickling
+from tidegate.client.answers import CompleteAnswer, parse
 from tidegate.client.daemon_client import MAX_BODY_BYTES, DaemonClient
 from tidegate.client.discovery import DEFAULT_URL, find_daemon, find_token, state_dir
 from tidegate.errors import DaemonError, DaemonUnreachable, NotAuthorized, NotFound
@@ -211,6 +212,18 @@ def test_an_older_daemon_is_greeted_as_it_understands() -> None:
     assert first["process"]["pid"] == 2
     assert first.keys() - second.keys() == {"process", "replaces"}
     assert ["evidence" in sent for sent in reports] == [True, False, False], "it is asked once"
+
+
+def test_fields_of_a_newer_daemon_are_left_out(daemon: Daemon) -> None:
+    """In the answer and in what it holds; what is missing or wrong is refused as before."""
+    agent = Agent(daemon, new_run())
+    run = daemon.client().run(agent.message.run)
+    known = run.model_dump(mode="json")
+    newer = {**known, "weather": "fair", "ranks": [{**rank, "mood": 1} for rank in known["ranks"]]}
+    assert known["ranks"]
+    assert parse(type(run), CompleteAnswer(200, json.dumps(newer).encode(), "GET /v1/runs/x")) == run
+    with pytest.raises(DaemonError, match="not a Tidegate daemon"):
+        parse(type(run), CompleteAnswer(200, json.dumps({"weather": "fair"}).encode(), "GET /v1/runs/x"))
 
 
 def bomb(connection: socket.socket) -> None:

@@ -63,9 +63,10 @@ def event_lines(answer: Answer, where: str) -> Iterator[bytes]:
 
 
 def parse(kind: type[_T], answer: CompleteAnswer) -> _T:
-    """Parses the body of a response as a message of the type `kind`. DaemonError if the body is no such message."""
+    """Parses the body of a response as a message of the type `kind`. DaemonError if the body is no such message. Fields
+    that only a newer daemon knows are left out."""
     try:
-        parsed: _T = _adapter(cast("Any", kind)).validate_json(answer.content)
+        parsed: _T = _adapter(cast("Any", kind)).validate_json(answer.content, extra="ignore")
         return parsed
     except ValidationError as error:
         raise not_a_daemon(answer.where) from error

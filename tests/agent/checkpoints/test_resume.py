@@ -25,6 +25,7 @@ from tidegate.errors import (
     ConfigError,
     DataTruncated,
     EngineError,
+    FileDamaged,
     ForeignRun,
     ForeignState,
     HeaderDamaged,
@@ -207,7 +208,7 @@ DAMAGE: dict[str, tuple[Any, type[Exception]]] = {
     "of another subgroup": (lambda c: os.replace(c.folder / "000000.tide", c.folder / "000001.tide"), DataTruncated),
     "the manifest": (lambda c: flip(c.directory / "rank0.json", 100), ManifestDamaged),
     "no manifest": (lambda c: (c.directory / "rank0.json").unlink(), NoCheckpoint),
-    "param groups": (lambda c: flip(c.folder / "optimizer.pt", 100), ManifestDamaged),
+    "param groups": (lambda c: flip(c.folder / "optimizer.pt", 100), FileDamaged),
     "no param groups": (lambda c: (c.folder / "optimizer.pt").unlink(), DataTruncated),
 }
 
