@@ -57,11 +57,11 @@ class Service:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """Ends the process with SIGTERM, and after 10 seconds with SIGKILL."""
+        """Ends the process with SIGTERM, and after 20 seconds with SIGKILL."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(timeout=10)
+                self.process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
