@@ -193,7 +193,7 @@ class _Writer:
             rule = self._engine.rule
             manifest = Manifest(
                 self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
-                rule.stored_as, rule.tensors, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
+                rule.stored_as, tuple(map(ParamForm.of, self._contents.params)), stored, crc, (), rule.tensors,
             )  # fmt: skip
         except BaseException:
             for state, _ in pending:
