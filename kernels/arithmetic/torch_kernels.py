@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tidegate.kernels.arithmetic.device_calls import Gradient, Update
+from tidegate.kernels.arithmetic.device_calls import GradRef, Update
 from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 
 CHUNK_NUMEL = 1 << 22
@@ -69,7 +69,7 @@ class TorchKernels:
         elif run.weight_format is WeightFormat.BF16_MASTER:
             at(run.weight, torch.int16).copy_(_bf16_of(_tamed_bits(master)))
 
-    def sum_of_squares(self, refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
+    def sum_of_squares(self, refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
         """Enqueues, for each gradient, the fp64 sum of squares of its finite elements, and the number of non-finite
         ones.
 
