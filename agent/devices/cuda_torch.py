@@ -15,6 +15,7 @@ calls. Afterwards the previous device is current again; `torch.cuda.device` crea
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -28,7 +29,7 @@ from tidegate.agent.devices.pinned_memory import near_cpus
 from tidegate.kernels import implementation
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
 from tidegate.kernels.arithmetic.implementation import Implementation
-from tidegate.kernels.arithmetic.torch_kernels import wrap
+from tidegate.kernels.arithmetic.torch_kernels import CudaMemory
 
 HOST_REGISTER_PORTABLE: Final = 1
 """The flag cudaHostRegisterPortable of CUDA's call cudaHostRegister: the memory is pinned for all CUDA contexts of the
@@ -117,11 +118,13 @@ class TorchCuda:
 
     def copy(self, copies: Sequence[Copy], to_device: bool, stream: Stream) -> None:
         with self._this_gpu(), torch.cuda.stream(stream):
-            to, source = ("cuda", "cpu") if to_device else ("cpu", "cuda")
             for one in copies:
-                if one.nbytes:
-                    there = wrap(one.src, one.nbytes, torch.uint8, source)
-                    wrap(one.dst, one.nbytes, torch.uint8, to).copy_(there, non_blocking=True)
+                if not one.nbytes:
+                    continue
+                if to_device:
+                    self._on_device(one.dst, one.nbytes).copy_(_on_host(one.src, one.nbytes), non_blocking=True)
+                else:
+                    _on_host(one.dst, one.nbytes).copy_(self._on_device(one.src, one.nbytes), non_blocking=True)
 
     def update(self, runs: Sequence[UpdateRun], stream: Stream) -> None:
         with self._this_gpu(), torch.cuda.stream(stream):
@@ -139,6 +142,9 @@ class TorchCuda:
                 torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in (sums, bad)
             ]
         return lambda: list(zip(found[0].tolist(), found[1].tolist(), strict=True))
+
+    def _on_device(self, address: int, nbytes: int) -> torch.Tensor:
+        return torch.as_tensor(CudaMemory(address, nbytes), device=self.device)
 
     # ---- memory
 
@@ -193,3 +199,7 @@ class TorchCuda:
         except AttributeError:  # torch before 2.7 lacks these fields
             return frozenset()
         return near_cpus("{:04x}:{:02x}:{:02x}.0".format(*place))
+
+
+def _on_host(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

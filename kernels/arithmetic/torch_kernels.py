@@ -91,13 +91,13 @@ def wrap(address: int, numel: int, dtype: torch.dtype, device_type: str) -> torc
     """The `numel` elements at `address` as a tensor that does not own its memory; the memory must outlive the
     tensor."""
     if device_type == "cuda":
-        return torch.as_tensor(_CudaMemory(address, numel * dtype.itemsize), device="cuda").view(dtype)
+        return torch.as_tensor(CudaMemory(address, numel * dtype.itemsize), device="cuda").view(dtype)
     if device_type != "cpu":
         raise ValueError(f"device_type is {device_type!r}, must be 'cpu' or 'cuda'")
     return torch.frombuffer((ctypes.c_byte * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
-class _CudaMemory:
+class CudaMemory:
     """Bytes on a GPU with the CUDA array interface, from which torch makes a tensor."""
 
     def __init__(self, address: int, nbytes: int) -> None:
