@@ -23,9 +23,9 @@ import pytest
 from tests.agent.tiers.trainer import trainer
 from tidegate.agent.tiers import scratch as scratch_module
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
-from tidegate.agent.tiers.object_scratch import ObjectOwner
 from tidegate.agent.tiers.path_locks import locked_by_other
 from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, remove
+from tidegate.agent.tiers.scratch_owner import Owner
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -110,7 +110,7 @@ def test_the_name_of_the_program_may_have_any_bytes(tmp_path: Path) -> None:
     try:
         with Scratch.create(tmp_path, "run", 0) as scratch:
             assert scratch.owner.process_start_ticks > 0
-            assert ObjectOwner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
+            assert Owner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
     finally:
         name.write_bytes(before.strip())
 
