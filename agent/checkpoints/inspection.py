@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from tidegate.agent.checkpoints.discovery import (
     step_entries,
     warn_damaged,
 )
-from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, Manifest
-from tidegate.agent.checkpoints.reader import checkpoint_failed_on_error, read_header
+from tidegate.agent.checkpoints.manifest import Manifest
+from tidegate.agent.checkpoints.reader import checkpoint_failed_on_error, read_header, read_optimizer
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
@@ -33,7 +32,6 @@ from tidegate.errors import (
     CheckpointFailed,
     CheckpointTaken,
     FileUnreadable,
-    ManifestDamaged,
     StateFileError,
     StorageError,
 )
@@ -118,18 +116,9 @@ def _check_part(checkpoint: Checkpoint) -> None:
     """Reads a rank's part completely. `StateFileError` when something in it is damaged."""
     manifest = checkpoint.manifest
     checkpoint.verify()
-    path = checkpoint.folder / OPTIMIZER_FILE
-    with checkpoint_failed_on_error(path), open_plain(path) as file:
-        found = zlib.crc32(file.read())
-    if found != manifest.optimizer_crc:
-        raise ManifestDamaged(path, f"checksum {found:#010x}", f"{manifest.optimizer_crc:#010x}")
+    read_optimizer(checkpoint)
     for index, stored in enumerate(manifest.subgroups):
-        path = checkpoint.folder / stored.file
-        header = read_header(path)
-        header.check_run(bytes.fromhex(manifest.run_id), path)
-        header.check_kind(manifest.kind(index), path)
-        header.check_step(stored.step, path)
-        _check_blocks(path, header)
+        _check_blocks(checkpoint.folder / stored.file, read_header(checkpoint, index))
 
 
 def _check_blocks(path: Path, header: Header) -> None:

@@ -20,6 +20,7 @@ from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
 from tidegate.agent.tiers.scratch import Scratch
 from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, file_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.state_reads import HeldFile
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
@@ -87,28 +88,6 @@ class PathSettings:
         """Deprecated name of `location`. It will be removed in the next version."""
         warnings.warn("PathSettings.place is called location now.", DeprecationWarning, stacklevel=2)
         return self.location
-
-
-@dataclass(slots=True)
-class HeldFile:
-    """File of one subgroup that a checkpoint holds, to copy the state in it later. `header`: header for the copy. `fd`:
-    separate file descriptor, which stays valid after the file is unlinked."""
-
-    name: str
-    fd: int
-    header: Header
-    counters: PathCounters
-
-    def count(self, start: float, end: float, nbytes: int) -> None:
-        """Adds a partial read of the state to the path's counters. `start`, `end`: times of the read in seconds on the
-        monotonic clock. `nbytes`: bytes read."""
-        self.counters.count("read", Transfer(start, end, nbytes, 0.0, is_whole=False))
-
-    def close(self) -> None:
-        """Closes the file. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class StoragePath:
