@@ -60,10 +60,6 @@ class ThreadPool:
     def __init__(self, num_threads: int, cpus: Sequence[int] | None = None) -> None:
         self._native = _native.ThreadPool(num_threads, list(cpus or ()))
 
-    @property
-    def num_threads(self) -> int:
-        return self._native.num_threads
-
     def close(self) -> None:
         """Ends the threads. May be called twice."""
         self._native.close()

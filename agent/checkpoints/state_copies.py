@@ -85,7 +85,7 @@ class StateCopies:
             if layout.id in self._linkable:
                 continue
             path = self._path(layout)
-            if path is not None and not path.is_new(layout.id):
+            if path is not None and path.states[layout.id].step >= 0:
                 held.add(layout.id)
                 continue
             nbytes = padded_bytes(state_kind(layout, self._rank).data_bytes)
@@ -144,7 +144,7 @@ class StateCopies:
         path = self._path(layout)
         if path is None or layout.id not in self._linkable:
             return None
-        return path.step_of(layout.id) if path.hard_link(layout.id, self._sums[layout.id], target) else None
+        return path.states[layout.id].step if path.hard_link(layout.id, self._sums[layout.id], target) else None
 
     def _hold(self, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]]) -> int:
         """Holds the subgroup's file open for the background copy. Returns the number of the update that its state
@@ -152,7 +152,7 @@ class StateCopies:
         path = self._path(layout)
         assert path is not None, "only state in files is held"
         pending.append((path.hold(layout.id, self._sums[layout.id]), target))
-        return path.step_of(layout.id)
+        return path.states[layout.id].step
 
     def _copy(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]] | None) -> int:
         """Copies the subgroup's state to the file `target`. If `pending` is given, the state is copied to memory

@@ -16,10 +16,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
-from tidegate.agent.tiers.disk_space import check_space
 from tidegate.agent.tiers.path_locks import try_lock
 from tidegate.agent.tiers.scratch_owner import (
     OWNER_FILE,
@@ -63,11 +61,11 @@ class Scratch:
         self._fd = owner_fd
 
     @classmethod
-    def create(cls, directory: str | os.PathLike[str], run: str, rank: int, needed_bytes: int = 0) -> Self:
+    def create(cls, directory: str | os.PathLike[str], run: str, rank: int) -> Self:
         """Creates this rank's directory, mode 0700, in `directory`, which must exist; a relative path is made absolute.
 
-        Raises PathUnusable if the directory cannot be created, PathFull if fewer than `needed_bytes` are free, and
-        ScratchTaken if scratch of this run and rank already exists there, even if its process is dead.
+        Raises PathUnusable if the directory cannot be created, and ScratchTaken if scratch of this run and rank already
+        exists there, even if its process is dead.
         """
         if not RUN_NAME.fullmatch(run):
             raise ValueError(
@@ -79,7 +77,6 @@ class Scratch:
         scratch = base / f"{SCRATCH_PREFIX}{run}" / f"rank{rank}"
         try:
             _check_usable(base)
-            check_space(base, needed_bytes)
             _make_directories(scratch)
         except FileExistsError as error:
             raise ScratchTaken(_why_taken(scratch)) from error
@@ -101,14 +98,6 @@ class Scratch:
         finally:
             unlock_owner_file(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:

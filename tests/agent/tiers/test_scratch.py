@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def edit_owner(leftover: Leftover, **changes: Any) -> Leftover:
 
 
 def test_a_rank_has_a_private_directory_while_it_lives(tmp_path: Path) -> None:
-    with Scratch.create(tmp_path, "llama-7b", 2) as scratch:
+    with closing(Scratch.create(tmp_path, "llama-7b", 2)) as scratch:
         assert scratch.directory == tmp_path / "tidegate-llama-7b" / "rank2"
         assert scratch.directory.stat().st_mode & 0o777 == 0o700
         assert scratch.directory.parent.stat().st_mode & 0o777 == 0o700
@@ -97,7 +98,7 @@ def test_scratch_that_cannot_be_removed_is_dead(tmp_path: Path, monkeypatch: pyt
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with Scratch.create("elsewhere/../elsewhere", "run", 0) as scratch:
+    with closing(Scratch.create("elsewhere/../elsewhere", "run", 0)) as scratch:
         monkeypatch.chdir("/")
         assert scratch.directory == tmp_path / "elsewhere" / "tidegate-run" / "rank0"
     assert os.listdir(tmp_path / "elsewhere") == []
@@ -108,7 +109,7 @@ def test_the_name_of_the_program_may_have_any_bytes(tmp_path: Path) -> None:
     before = name.read_bytes()
     name.write_bytes(b"a \xff) 1 2")
     try:
-        with Scratch.create(tmp_path, "run", 0) as scratch:
+        with closing(Scratch.create(tmp_path, "run", 0)) as scratch:
             assert scratch.owner.process_start_ticks > 0
             assert Owner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
     finally:
@@ -127,7 +128,7 @@ def test_live_scratch_is_seen_and_never_removed(tmp_path: Path) -> None:
                 remove(found, force=force)
         with pytest.raises(ScratchTaken, match="in use by process"):
             Scratch.create(tmp_path, "llama", 0)
-        with Scratch.create(tmp_path, "llama", 1):
+        with closing(Scratch.create(tmp_path, "llama", 1)):
             assert [leftover.alive for leftover in find_leftovers(tmp_path)] == ["yes", "yes"]
             assert other.look(tmp_path) == ["yes", "yes"]
         assert (found.directory / "state").stat().st_size == 100_000
@@ -269,7 +270,7 @@ def test_two_who_remove_at_once_do_not_disturb_each_other(dead: Leftover) -> Non
 
 
 def test_a_forked_child_leaves_its_parents_scratch_alone(tmp_path: Path) -> None:
-    with Scratch.create(tmp_path, "run", 0) as scratch:
+    with closing(Scratch.create(tmp_path, "run", 0)) as scratch:
         context = mp.get_context("fork")
         ours, theirs = context.Pipe()
 
@@ -460,10 +461,10 @@ def test_a_full_file_system_is_said_with_its_figures(tmp_path: Path) -> None:
         tmp_path,
         "size=1m",
         """
-        with pytest.raises(PathFull, match="2,000,000 bytes more, 1,048,576 are free"):
-            Scratch.create(base, "run", 0, needed_bytes=2_000_000)
-        scratch = Scratch.create(base, "run", 0, needed_bytes=500_000)
+        scratch = Scratch.create(base, "run", 0)
         fd = os.open(scratch.directory / "state", os.O_RDWR | os.O_CREAT)
+        with pytest.raises(PathFull, match="2,000,000 bytes more, 1,048,576 are free"):
+            reserve(fd, 2_000_000)
         assert reserve(fd, 500_000)
         free = free_bytes(base)
         with pytest.raises(PathFull, match="No space left") as caught:
