@@ -17,14 +17,15 @@ import numpy as np
 
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
+from tidegate.agent.tiers.object_settings import LEAST, check_whole_settings
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
 from tidegate.agent.tiers.scratch import Scratch
-from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, file_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.state_reads import HeldFile
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
-from tidegate.knobs.setting_checks import check_kind, check_whole
+from tidegate.knobs.setting_checks import check_kind
 from tidegate.plan.tier_split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
@@ -33,16 +34,6 @@ CALIBRATION_TRIES: Final = 2
 DUPLEX_SHARE: Final = 0.75
 """Limit for the detection of duplex paths. A path counts as duplex if reading and writing at the same time takes less
 than this share of the time of reading first and writing then: its two directions do not share the bandwidth."""
-
-
-_LEAST: Final = {
-    "threads": 1,
-    "block_bytes": PAGE_BYTES,
-    "lock_slots": 0,
-    "capacity_bytes": 0,
-    "wear_bytes_per_day": 0,
-}
-"""Minimum value of each integer setting of `PathSettings`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +64,7 @@ class PathSettings:
             raise ConfigError(
                 "directory='' of a path names no directory: give one that exists, '.' for the current directory."
             )
-        for name, minimum in _LEAST.items():
-            step = PAGE_BYTES if name == "block_bytes" else 1
-            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=step)
-            object.__setattr__(self, name, number)
+        check_whole_settings(self, {**LEAST, "wear_bytes_per_day": 0})
 
     @property
     def location(self) -> str:
@@ -109,9 +97,8 @@ class StoragePath:
         """Spare file of each subgroup. The next flush writes to it if a checkpoint uses the present file."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
-            locks = None
-            if settings.lock_slots:
-                locks = locks_of_path(name, device_key(settings.directory), settings.lock_slots)
+            slots, key = settings.lock_slots, device_key(settings.directory)
+            locks = locks_of_path(name, key, slots) if slots else None
             self._mover = FileMover(name, settings.threads, settings.block_bytes, locks, self.counters)
         except BaseException:
             self._scratch.close()

@@ -24,7 +24,7 @@ from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks
 from tidegate.agent.tiers.object_client import RequestFailed, bucket_key, connect, path_unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.path_locks import TierLocks, locks_of_path
+from tidegate.agent.tiers.path_locks import locks_of_path
 from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
 from tidegate.errors import PathFailed, PathFull
@@ -74,9 +74,8 @@ class ObjectPath:
         self._stored_keys: set[str] = set()
         """Keys of all objects that may exist in the store: `close` deletes them."""
         self._closed = False
-        self._locks: TierLocks | None = None
-        if settings.lock_slots:
-            self._locks = locks_of_path(name, bucket_key(settings), settings.lock_slots)
+        slots = settings.lock_slots
+        self._locks = locks_of_path(name, bucket_key(settings), slots) if slots else None
         client, self._short_client = connect(settings)
         try:
             self._scratch = ObjectScratch(settings, self._short_client, run, rank)

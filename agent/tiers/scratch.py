@@ -23,7 +23,6 @@ from tidegate.agent.tiers.scratch_owner import (
     OWNER_FILE,
     Alive,
     Owner,
-    is_at,
     lock_owner_file,
     opened_owner_file,
     process_name,
@@ -130,7 +129,9 @@ def remove(leftover: Leftover, force: bool = False) -> None:
         with opened_owner_file(directory) as (fd, owner, alive):
             if alive == "yes" or (alive == "no" and not (fd is not None and try_lock(fd, 0))):
                 raise ScratchTaken(f"{directory} is in use by {process_name(owner)}: end that run first.")
-            if owner != leftover.owner or (fd is not None and not is_at(fd, directory / OWNER_FILE)):
+            if owner != leftover.owner or (
+                fd is not None and not os.path.samestat(os.fstat(fd), (directory / OWNER_FILE).lstat())
+            ):
                 raise ScratchTaken(f"{directory} has changed since it was listed: list it again.")
             if alive == "unknown" and not force:
                 raise ScratchTaken(

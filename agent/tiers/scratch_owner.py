@@ -82,7 +82,7 @@ def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
         owner = Owner.of_this_process(run, rank, _can_lock(fd))
         os.write(fd, owner.to_json())
         os.fsync(fd)
-        _locked_files[_inode(os.fstat(fd))] = owner.pid, owner
+        _locked_files[inode_of(os.fstat(fd))] = owner.pid, owner
         new.rename(scratch / OWNER_FILE)
     except OSError:
         unlock_owner_file(fd)
@@ -92,7 +92,7 @@ def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
 
 def unlock_owner_file(fd: int) -> None:
     """Closes the owner file of this process, which releases its lock."""
-    _locked_files.pop(_inode(os.fstat(fd)), None)
+    _locked_files.pop(inode_of(os.fstat(fd)), None)
     os.close(fd)
 
 
@@ -115,7 +115,7 @@ def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | Non
     if not stat.S_ISDIR(directory.lstat().st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     path = directory / OWNER_FILE
-    inode = _inode(path.lstat()) if path.exists() else None
+    inode = inode_of(path.lstat()) if path.exists() else None
     process, own = _locked_files.get(inode, (0, None)) if inode else (0, None)
     if inode is None or process == os.getpid():
         yield None, own, "yes" if own else "unknown"
@@ -160,11 +160,6 @@ def process_name(owner: Owner | None) -> str:
     return "an unknown process" if owner is None else f"process {owner.pid} on {owner.host}"
 
 
-def is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the file at `path`."""
-    return _inode(os.fstat(fd)) == _inode(path.lstat())
-
-
-def _inode(status: os.stat_result) -> tuple[int, int]:
+def inode_of(status: os.stat_result) -> tuple[int, int]:
     """Device and inode number: they identify a file."""
     return status.st_dev, status.st_ino
