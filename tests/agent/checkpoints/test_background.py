@@ -263,9 +263,7 @@ def test_no_chunk_is_begun_while_an_update_runs(
     assert asked[-1][1] + 8192 >= begun[0].total_bytes
 
 
-def test_the_engines_updates_are_what_it_yields_to(
-    tmp_path: Path, disk: Path, memory: Path, valve: Valve
-) -> None:
+def test_the_engines_updates_are_what_it_yields_to(tmp_path: Path, disk: Path, memory: Path, valve: Valve) -> None:
     """The update's flushes are held until the question was asked: an update of this size may end before it."""
     with Run(**both(disk, memory)) as run, pytest.MonkeyPatch.context() as patched:
         run.steps(0, 1)
