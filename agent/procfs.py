@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final, Literal
@@ -27,3 +28,16 @@ def start_ticks(pid: int | Literal["self"] = "self") -> int:
     # the start time (field 22).
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return ENDED if fields[0] in "ZX" else int(fields[19])
+
+
+def observed_start(pid: int) -> int | None:
+    """Start time of a process in clock ticks after boot; `ENDED` when it does not exist, None when it is hidden."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return start_ticks(pid)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ENDED
+    except (OSError, OverflowError):
+        return None
+    return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
@@ -132,3 +133,16 @@ class Ranks:
     def all_true(self, mine: bool) -> bool:
         """Whether `mine` is true on every rank; waits for all ranks."""
         return all(self.all_gather(mine))
+
+    @contextmanager
+    def failing_together(self, elsewhere: Exception) -> Iterator[None]:
+        """Context manager for a block that all ranks run. If the block raises on a rank, that error is raised there,
+        and `elsewhere` on the ranks where the block succeeded; otherwise they would wait for minutes in the next
+        collective. A collective call of all ranks."""
+        try:
+            yield
+        except BaseException:
+            self.all_true(False)
+            raise
+        if not self.all_true(True):
+            raise elsewhere

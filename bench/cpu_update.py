@@ -31,8 +31,8 @@ import torch
 
 from tidegate import kernels
 from tidegate.agent.devices.base import UpdateRun
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
-from tidegate.kernels.adamw import IMPLEMENTATION, native
+from tidegate.kernels import GradDtype, ThreadPool, WeightFormat, _native
+from tidegate.kernels.adamw import IMPLEMENTATION
 from tidegate.kernels.adamw.scalars import scalars
 
 BYTES_PER_PARAM = {"weight": 2, "remainder": 2, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}
@@ -128,7 +128,14 @@ def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> d
         run().apply(pool)
         step += 1
 
-    return {"tidegate": update, "stream": lambda: native.stream_like(pool, run())}
+    def stream() -> None:
+        """Reads and writes the same memory without arithmetic: the limit that the memory sets for the update."""
+        one = run()
+        _native.stream_like(
+            pool._native, one.numel, one.weight, one.weight_format, one.aux, *one.tensors, one.grad, one.grad_dtype
+        )
+
+    return {"tidegate": update, "stream": stream}
 
 
 def interleaved(runs: dict[str, Run], rounds: int, seconds: float) -> dict[str, list[float]]:

@@ -148,7 +148,7 @@ class Ours:
     def write(self) -> int:
         """Writes state for all subgroups to the path, and returns the number of bytes. The state is zeros for all
         subgroups, and has the step number of the last step."""
-        address, step = self._memory.ctypes.data, self._path.step_of(0)
+        address, step = self._memory.ctypes.data, self._path.states[0].step
         return sum(self._path.write(subgroup, address, step).nbytes for subgroup in range(self._subgroups))
 
     def read(self) -> int:

@@ -29,7 +29,7 @@ from tidegate.kernels import GradDtype, WeightFormat
 from tidegate.kernels.adamw import triton_adamw
 from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 from tidegate.kernels.arithmetic import triton_kernels
-from tidegate.kernels.arithmetic.self_test import TrialGradient, TrialUpdate
+from tidegate.kernels.arithmetic.device_calls import GradRef, Update
 
 CAPABILITIES = (80, 90, 100, 120)
 ADDRESS = 0x7F00_0000_0000
@@ -150,7 +150,7 @@ def _update(weight: WeightFormat, grad: GradDtype, arithmetic: Arithmetic, kind:
 
 def update_of(
     numel: int, weight: WeightFormat, grad: GradDtype, arithmetic: Arithmetic, kind: str, address: int
-) -> TrialUpdate:
+) -> Update:
     """The arguments of an update with all arrays at the same `address`. kind: "AdamW", "Adam", or "no decay"."""
     values = scalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, decoupled=kind == "AdamW")
     if kind == "no decay":
@@ -158,12 +158,12 @@ def update_of(
     decay = values.decay if arithmetic is Arithmetic.TORCH else 1e-4 if kind == "AdamW" else 0.0
     values = replace(values, arithmetic=arithmetic, decay=decay)
     aux = address if weight.aux_bytes else 0
-    return TrialUpdate(numel, address, weight, aux, (address, address), address, grad, values)
+    return Update(numel, address, weight, aux, (address, address), address, grad, values)
 
 
 def sum_of(grad: GradDtype, numel: int = 1000) -> None:
     sums, bad = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-    triton_kernels.sum_of_squares([TrialGradient(ADDRESS, numel, grad)], sums, bad)
+    triton_kernels.sum_of_squares([GradRef(ADDRESS, numel, grad)], sums, bad)
 
 
 @contextlib.contextmanager

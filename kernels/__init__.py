@@ -60,10 +60,6 @@ class ThreadPool:
     def __init__(self, num_threads: int, cpus: Sequence[int] | None = None) -> None:
         self._native = _native.ThreadPool(num_threads, list(cpus or ()))
 
-    @property
-    def num_threads(self) -> int:
-        return self._native.num_threads
-
     def close(self) -> None:
         """Ends the threads. May be called twice."""
         self._native.close()
@@ -91,9 +87,8 @@ def sum_of_squares(pool: ThreadPool, address: int, numel: int, dtype: GradDtype)
 
 
 def accumulate(pool: ThreadPool, sums: int, sum_dtype: GradDtype, address: int, dtype: GradDtype, numel: int) -> None:
-    """Adds the gradient at `address` to `sums`, element by element; equals `oracle.accumulate` bit for bit.
-
-    Additions are in fp32; a 16-bit sum is then rounded to nearest, ties to even, as torch does in `.grad`.
+    """Adds the gradient at `address` to `sums`, element by element. Additions are in fp32; a 16-bit sum is then rounded
+    to nearest, ties to even, as torch does in `.grad`.
     """
     _native.accumulate(pool._native, sums, sum_dtype, address, dtype, numel)
 

@@ -108,7 +108,7 @@ class PendingCheckpoint:
         checkpoint is complete; with several ranks that is known after the agreement in `wait_and_agree`. The thread
         does not run before `start`."""
         self.directory = part.directory
-        self.total_bytes = sum(padded_bytes(state.kind.data_bytes) for state, _ in part.pending)
+        self.total_bytes = sum(padded_bytes(state.header.data_bytes) for state, _ in part.pending)
         self._part, self._updating, self._on_complete, self._ranks = part, updating, on_complete, ranks
         self._progress = _Progress()
         self._published: Checkpoint | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.agent.checkpoints.manifest import Manifest, file_unreadable_on_error
-from tidegate.agent.checkpoints.saved_files import verify, warn_without_checksums
+from tidegate.agent.checkpoints.saved_files import verify
 from tidegate.agent.tiers.plain_files import require_directory
 from tidegate.errors import FileUnreadable, ForeignByteOrder, NewerFormat, StateFileError, UnknownChecksum
 
@@ -38,15 +38,11 @@ class Checkpoint:
         call this method first.
 
         FileDamaged, DataTruncated or StrangeEntry when a file is damaged, missing or replaced by another kind of entry;
-        FileUnreadable when the system refuses to read it. Files saved by an earlier version of Tidegate have no
-        checksums: then a warning is logged, once.
+        FileUnreadable when the system refuses to read it.
         """
         with file_unreadable_on_error(self.folder):
             require_directory(self.folder)
-            if self.manifest.files is None:
-                warn_without_checksums(self.folder, self.manifest.own_files)
-            else:
-                verify(self.folder, self.manifest.files)
+            verify(self.folder, self.manifest.files)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.directory}, step {self.step}, rank {self.manifest.rank})"

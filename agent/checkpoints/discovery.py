@@ -70,21 +70,16 @@ def manifests_of(step: Path) -> list[Manifest]:
     """Reads the manifests of all ranks in a checkpoint's directory. `StateFileError` when a manifest cannot be used,
     FileNotFoundError when the checkpoint is removed at the same time."""
     with file_unreadable_on_error(step):
-        return _manifests_of(step)
-
-
-def _manifests_of(step: Path) -> list[Manifest]:
-    require_directory(step)
-    manifests = []
-    for path in sorted(path for path in step.iterdir() if MANIFEST_NAME.fullmatch(path.name)):
-        manifest = read_manifest(path)
-        if path != manifest_path(step, manifest.rank):
-            raise ManifestDamaged(path, f"the manifest of rank {manifest.rank}", path.stem)
-        if step.name.partition(".")[0] != f"step-{manifest.step}":
-            raise ManifestDamaged(path, f"the manifest of step {manifest.step}", step.name)
-        manifests.append(manifest)
-    if has_all_ranks(manifests):
-        for manifest in manifests:
+        require_directory(step)
+        manifests = []
+        for path in sorted(path for path in step.iterdir() if MANIFEST_NAME.fullmatch(path.name)):
+            manifest = read_manifest(path)
+            if path != manifest_path(step, manifest.rank):
+                raise ManifestDamaged(path, f"the manifest of rank {manifest.rank}", path.stem)
+            if step.name.partition(".")[0] != f"step-{manifest.step}":
+                raise ManifestDamaged(path, f"the manifest of step {manifest.step}", step.name)
+            manifests.append(manifest)
+        for manifest in manifests if has_all_ranks(manifests) else ():
             folder = step / manifest.folder
             try:
                 require_directory(folder)

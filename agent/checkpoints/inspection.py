@@ -23,7 +23,7 @@ from tidegate.agent.checkpoints.discovery import (
     warn_damaged,
 )
 from tidegate.agent.checkpoints.manifest import Manifest
-from tidegate.agent.checkpoints.reader import checkpoint_failed_on_error, optimizer_bytes, read_header
+from tidegate.agent.checkpoints.reader import checkpoint_failed_on_error, read_header, read_optimizer
 from tidegate.agent.checkpoints.writer_lock import WriterLock
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import is_directory, open_plain
@@ -116,14 +116,9 @@ def _check_part(checkpoint: Checkpoint) -> None:
     """Reads a rank's part completely. `StateFileError` when something in it is damaged."""
     manifest = checkpoint.manifest
     checkpoint.verify()
-    optimizer_bytes(checkpoint)
+    read_optimizer(checkpoint)
     for index, stored in enumerate(manifest.subgroups):
-        path = checkpoint.folder / stored.file
-        header = read_header(path)
-        header.check_run(bytes.fromhex(manifest.run_id), path)
-        header.check_kind(manifest.kind(index), path)
-        header.check_step(stored.step, path)
-        _check_blocks(path, header)
+        _check_blocks(checkpoint.folder / stored.file, read_header(checkpoint, index))
 
 
 def _check_blocks(path: Path, header: Header) -> None:

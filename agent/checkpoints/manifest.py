@@ -14,13 +14,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Annotated, Final, Literal, Self
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from tidegate.agent.checkpoints import manifest_schema as schema
-from tidegate.agent.checkpoints.manifest_schema import Fields, WrongManifestError, canonical
+from tidegate.agent.checkpoints.manifest_schema import Count, Number, PathBelow, WrongManifestError, canonical
 from tidegate.agent.checkpoints.saved_files import SavedFile
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.agent.tiers.plain_files import open_plain
@@ -34,10 +36,8 @@ VERSION: Final = 3
 """Version of the manifest format. Later versions must keep the outer fields `checkpoint` and `crc32` (the checksum of
 the canonical text of `checkpoint`), or have no field `crc32`. So if a manifest has a higher version number and a wrong
 `crc32`, it is treated as damaged, not as written by a later version of Tidegate."""
-VERSION_WITHOUT_FILES: Final = 1
-"""Version of the format without the list of the user's files (`save_also`)."""
 VERSION_WITHOUT_TENSORS: Final = 2
-"""Last version of the format that does not list the state tensors: it was written for AdamW's state only."""
+"""Version of the format that does not list the state tensors: it was written for AdamW's state only."""
 MAX_MANIFEST_BYTES: Final = 1 << 30
 """Largest manifest that is read. The manifest of a million subgroups has a quarter of this size."""
 OPTIMIZER_FILE: Final = "optimizer.pt"
@@ -47,9 +47,9 @@ OPTIMIZER_FILE: Final = "optimizer.pt"
 class ParamForm:
     """Type and memory layout of a parameter. The saved state of one parameter fits another only if these are equal."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,31}$")]
+    shape: tuple[Number, ...]
+    strides: tuple[Number, ...]
     """Strides of the dimensions longer than 1. They are compared because state is stored in the memory order of the
     weight."""
 
@@ -65,11 +65,11 @@ class StoredSubgroup:
     """Entry of a manifest for one subgroup: its state file, and the segments of parameters in it. `step`: number of the
     update that the state belongs to."""
 
-    file: str
-    step: int
-    numel: int
-    weight_format: int
-    state_bytes: int
+    file: PathBelow
+    step: Number
+    numel: Count
+    weight_format: Annotated[int, Field(ge=0, lt=len(WeightFormat))]
+    state_bytes: Number
     """Bytes of state per parameter."""
     segments: tuple[Segment, ...]
 
@@ -78,21 +78,24 @@ class StoredSubgroup:
 class Manifest:
     """Manifest of one rank's part of a checkpoint. `step`: number of updates that the optimizer had done."""
 
-    step: int
-    number: int
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    step: Number
+    number: Count
     """Sequence number of the checkpoint in its directory, from 1; later checkpoints have higher numbers."""
-    attempt: str
-    run_id: str
-    rank: int
-    ranks: int
-    rule: str
-    tensors: tuple[StateTensor, ...]
-    """State tensors of the update rule."""
+    attempt: Annotated[str, Field(pattern=f"^{schema.ATTEMPT}$")]
+    run_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    rank: Number
+    ranks: Count
+    rule: Annotated[str, Field(pattern="^[ -~]{1,16}$")]
     params: tuple[ParamForm, ...]
     subgroups: tuple[StoredSubgroup, ...]
-    optimizer_crc: int
-    files: tuple[SavedFile, ...] | None = ()
-    """Files that `save_also` wrote. None in checkpoints of version 1, which do not list them."""
+    optimizer_crc: Annotated[int, Field(ge=0, lt=2**32)]
+    files: tuple[SavedFile, ...]
+    """Files that `save_also` wrote."""
+    tensors: tuple[StateTensor, ...] = AdamW.tensors
+    """State tensors of the update rule. Manifests of version 2 do not list them."""
+    version: Literal[2, 3] = VERSION
 
     @property
     def folder(self) -> str:
@@ -113,11 +116,11 @@ class Manifest:
 
     def pack(self) -> bytes:
         """The manifest as JSON with its checksum."""
-        body = canonical({"version": VERSION, **asdict(self)})
+        body = canonical(asdict(self))
         return json.dumps({"crc32": zlib.crc32(body.encode()), "checkpoint": json.loads(body)}, indent=1).encode()
 
     @classmethod
-    def unpack(cls, data: bytes, file: Path) -> Self:
+    def unpack(cls, data: bytes, file: Path) -> Manifest:
         """Parses and validates a manifest. ManifestDamaged when its content is damaged, NewerFormat when a later
         version of Tidegate wrote it."""
         try:
@@ -126,44 +129,32 @@ class Manifest:
             raise ManifestDamaged(file, error.found, error.expected) from error
 
     @classmethod
-    def _unpack(cls, data: bytes, file: Path) -> Self:
+    def _unpack(cls, data: bytes, file: Path) -> Manifest:
         """Parses and validates a manifest. WrongManifestError when its content is damaged, NewerFormat when a later
         version of Tidegate wrote it."""
         outer = schema.parse(data)
         if not isinstance(outer, dict) or not isinstance(values := outer.get("checkpoint"), dict):
             raise WrongManifestError(f"JSON of {len(data):,} bytes that is not a manifest", "a manifest")
-        version, expected = values.get("version"), outer.get("crc32")
-        found = zlib.crc32(canonical(values).encode())
+        version, expected, body = values.get("version"), outer.get("crc32"), canonical(values)
+        found = zlib.crc32(body.encode())
         is_right = type(expected) is int and found == expected
         if type(version) is int and version > VERSION and (is_right or "crc32" not in outer):
             raise NewerFormat(file, f"version {version:#x}", f"at most {VERSION:#x}")
         if not is_right:
             raise WrongManifestError(f"checksum {found:#010x}", schema.short_text(expected))
-        fields = Fields(values, "")
-        manifest = cls._read(fields, fields.number("version", VERSION_WITHOUT_FILES, VERSION))
-        fields.require_no_more()
+        try:
+            manifest = _schema().validate_json(body)
+        except ValidationError as error:
+            raise schema.fault_of(error) from None
+        manifest._check()
         return manifest
 
-    @classmethod
-    def _read(cls, fields: Fields, version: int) -> Self:
-        """Takes all values from `fields` and checks that they agree with each other."""
-        ranks = fields.number("ranks", 1)
-        manifest = cls(
-            step=fields.number("step"),
-            number=fields.number("number", 1),
-            attempt=fields.text("attempt", schema.ATTEMPT),
-            run_id=fields.text("run_id", schema.RUN_ID),
-            rank=fields.number("rank", most=ranks - 1),
-            ranks=ranks,
-            rule=fields.text("rule", schema.RULE),
-            tensors=fields.each("tensors", _read_tensor) if version > VERSION_WITHOUT_TENSORS else AdamW.tensors,
-            params=fields.each("params", _read_param),
-            subgroups=fields.each("subgroups", _read_stored),
-            optimizer_crc=fields.number("optimizer_crc", most=schema.MAX_CHECKSUM),
-            files=fields.each("files", _read_saved) if version > VERSION_WITHOUT_FILES else None,
-        )
-        tensor_bytes = sum(tensor.nbytes for tensor in manifest.tensors)
-        for index, stored in enumerate(manifest.subgroups):
+    def _check(self) -> None:
+        """Checks that the values agree with each other. Raises WrongManifestError."""
+        if self.rank >= self.ranks:
+            raise WrongManifestError(f"rank {self.rank}", f"a rank below {self.ranks}")
+        tensor_bytes = sum(tensor.nbytes for tensor in self.tensors)
+        for index, stored in enumerate(self.subgroups):
             schema.check_subgroup(
                 index,
                 stored.file,
@@ -173,32 +164,14 @@ class Manifest:
                 stored.segments,
                 tensor_bytes,
             )
-        segments = [segment for stored in manifest.subgroups for segment in stored.segments]
-        schema.check_all_elements([param.shape for param in manifest.params], segments)
-        return manifest
+        segments = [segment for stored in self.subgroups for segment in stored.segments]
+        schema.check_all_elements([param.shape for param in self.params], segments)
 
 
-def _read_param(fields: Fields) -> ParamForm:
-    return ParamForm(fields.text("dtype", schema.DTYPE), fields.numbers("shape"), fields.numbers("strides"))
-
-
-def _read_tensor(fields: Fields) -> StateTensor:
-    return StateTensor(fields.text("name", schema.TENSOR), fields.text("dtype", schema.TENSOR_DTYPE))
-
-
-def _read_stored(fields: Fields) -> StoredSubgroup:
-    return StoredSubgroup(
-        file=fields.path("file"),
-        step=fields.number("step"),
-        numel=fields.number("numel", 1),
-        weight_format=fields.number("weight_format", most=len(WeightFormat) - 1),
-        state_bytes=fields.number("state_bytes"),
-        segments=fields.each("segments", schema.read_segment),
-    )
-
-
-def _read_saved(fields: Fields) -> SavedFile:
-    return SavedFile(fields.path("file"), fields.number("nbytes"), fields.text("sha256", schema.SHA256))
+@cache
+def _schema() -> TypeAdapter[Manifest]:
+    """The types and bounds of a manifest's values."""
+    return TypeAdapter(Manifest)
 
 
 def folder_name(rank: int, attempt: str) -> str:

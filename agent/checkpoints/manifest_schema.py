@@ -9,26 +9,18 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn
+
+from pydantic import AfterValidator, Field, ValidationError
 
 from tidegate.agent.parameters.subgroups import Segment
 from tidegate.kernels import WeightFormat
-from tidegate.rules.rule import DTYPE_BYTES
-
-T = TypeVar("T")
 
 MAX_NUMBER: Final = 2**63 - 1
 """Largest number that a manifest may contain, for parameters, bytes and steps."""
-MAX_CHECKSUM: Final = 2**32 - 1
-ATTEMPT: Final = re.compile(r"[0-9a-f]{1,32}")
-RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
-RULE: Final = re.compile(r"[ -~]{1,16}")
-DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
-TENSOR: Final = re.compile(r"[!-~]{1,64}")
-TENSOR_DTYPE: Final = re.compile("|".join(DTYPE_BYTES))
-SHA256: Final = re.compile(r"[0-9a-f]{64}")
+ATTEMPT: Final = "[0-9a-f]{1,32}"
 MAX_SHOWN_CHARACTERS: Final = 60
 """Maximum number of characters of a wrong value that an error shows."""
 
@@ -39,67 +31,6 @@ class WrongManifestError(Exception):
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found, expected)
         self.found, self.expected = found, expected
-
-
-class Fields:
-    """Reads the values of one JSON object by name, each once, and checks them. WrongManifestError for a missing or
-    wrong value."""
-
-    def __init__(self, values: Any, where: str) -> None:
-        if not isinstance(values, dict):
-            _raise_wrong(where, values, "an object")
-        self._values, self._where = dict(values), where
-
-    def number(self, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
-        """Reads a whole number from `least` to `most`."""
-        value = self._take(name)
-        if type(value) is not int or not least <= value <= most:
-            _raise_wrong(self._at(name), value, f"a whole number from {least} to {most}")
-        return value
-
-    def text(self, name: str, form: re.Pattern[str]) -> str:
-        """Reads a string that matches `form` completely."""
-        value = self._take(name)
-        if type(value) is not str or not form.fullmatch(value):
-            _raise_wrong(self._at(name), value, f"text like {form.pattern}")
-        return value
-
-    def path(self, name: str) -> str:
-        """Reads the relative path of a file below the rank's folder."""
-        value = self._take(name)
-        if type(value) is not str or not is_below(value):
-            _raise_wrong(self._at(name), value, "the path of a file below the folder")
-        return value
-
-    def numbers(self, name: str) -> tuple[int, ...]:
-        """Reads a list of whole numbers, none negative."""
-        value = self._take(name)
-        if not isinstance(value, list) or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value):
-            _raise_wrong(self._at(name), value, "a list of whole numbers")
-        return tuple(value)
-
-    def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-        """Reads a list of objects; the function `read` converts each of them."""
-        value = self._take(name)
-        if not isinstance(value, list):
-            _raise_wrong(self._at(name), value, "a list")
-        return tuple(_read(read, one, f"{self._at(name)}[{index}]") for index, one in enumerate(value))
-
-    def require_no_more(self) -> None:
-        """Raises WrongManifestError when the object has values that were not read."""
-        for name in self._values:
-            where = f"in {self._where}" if self._where else "at its top"
-            raise WrongManifestError(f"an unknown name, {short_text(name)}, {where}", "only names that Tidegate writes")
-
-    def _take(self, name: str) -> Any:
-        """Returns a value and marks it as read. WrongManifestError when it is missing or was already read."""
-        if name not in self._values:
-            raise WrongManifestError(f"no value of {self._at(name)}", "a value")
-        return self._values.pop(name)
-
-    def _at(self, name: str) -> str:
-        """Full name of a value in the manifest, for errors."""
-        return f"{self._where}.{name}" if self._where else name
 
 
 def canonical(values: Any) -> str:
@@ -115,14 +46,6 @@ def parse(data: bytes) -> Any:
         raise WrongManifestError(f"{len(data):,} bytes that are not valid JSON", "a manifest") from error
 
 
-def read_segment(fields: Fields) -> Segment:
-    """Reads a segment: a range of one parameter's elements, and its place in the subgroup."""
-    return Segment(
-        param=fields.number("param"), offset=fields.number("offset"), start=fields.number("start"),
-        numel=fields.number("numel", 1),
-    )  # fmt: skip
-
-
 def is_below(path: str) -> bool:
     """Whether `path` is a normalised relative path, with `/` as separator, that does not lead out of its start
     directory."""
@@ -133,6 +56,38 @@ def is_below(path: str) -> bool:
         return False
     usable = bool(parts) and ".." not in parts and "\0" not in path and not path.startswith("/")
     return usable and str(PurePosixPath(path)) == path
+
+
+def _below(path: str) -> str:
+    """Returns the path. ValueError when it leads out of the rank's folder."""
+    if not is_below(path):
+        raise ValueError("the path of a file below the folder")
+    return path
+
+
+Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+PathBelow = Annotated[str, AfterValidator(_below)]
+
+
+def fault_of(error: ValidationError) -> WrongManifestError:
+    """The first fault of a manifest that is not as the types of its fields say."""
+    first = error.errors(include_url=False)[0]
+    *outer, name = ("", *first["loc"])
+    where = _place(outer)
+    if first["type"] == "unexpected_keyword_argument":
+        where = f"in {where}" if where else "at its top"
+        return WrongManifestError(f"an unknown name, {short_text(name)}, {where}", "only names that Tidegate writes")
+    if first["type"] == "missing":
+        return WrongManifestError(f"no value of {_place(first['loc'])}", "a value")
+    expected = re.sub("^(Input should be|Value error,) ", "", first["msg"])
+    expected = expected.replace("String should match", "text that matches the")
+    return WrongManifestError(f"{_place(first['loc'])} {short_text(first['input'])}", expected)
+
+
+def _place(names: Sequence[str | int]) -> str:
+    """Full name of a value in the manifest, as in `subgroups[3].file`."""
+    return "".join(f".{name}" if isinstance(name, str) else f"[{name}]" for name in names).lstrip(".")
 
 
 def check_subgroup(
@@ -178,15 +133,6 @@ def check_all_elements(shapes: Sequence[Sequence[int]], segments: Sequence[Segme
             covered += segment.numel
         if covered != numel:
             raise WrongManifestError(f"{covered:,} elements of parameter {index}", expected)
-
-
-def _read(read: Callable[[Fields], T], values: Any, where: str) -> T:
-    """Converts one JSON object with the function `read`. WrongManifestError when `read` leaves values unread. `where`:
-    name of the object for errors."""
-    fields = Fields(values, where)
-    result = read(fields)
-    fields.require_no_more()
-    return result
 
 
 def _raise_wrong(where: str, found: object, expected: str) -> NoReturn:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tidegate.agent.checkpoints import manifest_schema as schema
 from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from tidegate.agent.checkpoints.discovery import step_directories
 from tidegate.agent.checkpoints.manifest import Manifest, manifest_path, read_manifest
+from tidegate.agent.checkpoints.manifest_schema import ATTEMPT
 from tidegate.agent.tiers.plain_files import is_directory
 from tidegate.errors import StateFileError
 
@@ -73,7 +74,7 @@ def _remove_orphans_of(step: Path, rank: int) -> None:
         manifest_path(step, rank).with_suffix(".new").unlink()
     for folder in step.glob(f"rank{rank}-*"):
         attempt = folder.name.removeprefix(f"rank{rank}-")
-        ours = schema.ATTEMPT.fullmatch(attempt) and is_directory(folder)
+        ours = re.fullmatch(ATTEMPT, attempt) and is_directory(folder)
         if ours and named is not None and folder.name not in named:
             _remove_tree(folder)
     with suppress(OSError):  # not empty: it holds files of other ranks, or of the user

@@ -3,7 +3,6 @@ saved the checkpoint, and may store their state on other paths, on the host or o
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import zlib
@@ -13,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from tidegate.agent.checkpoints.checkpoint import Checkpoint
 from tidegate.agent.checkpoints.manifest import OPTIMIZER_FILE, ParamForm, StoredSubgroup
-from tidegate.agent.checkpoints.snapshot import run_transfer
 from tidegate.agent.checkpoints.state_copies import THREADS, weights_checksum
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.state_block import state_arrays
@@ -26,20 +23,10 @@ from tidegate.agent.parameters.subgroups import Format, Segment
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.plain_files import open_plain
 from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, bytes_to_read, padded_bytes
-from tidegate.errors import BlockDamaged, CheckpointFailed, DataTruncated, FileDamaged, ForeignState
-from tidegate.kernels import GradDtype, IoPool, WeightFormat, aligned_buffer, crc32c, open_direct
+from tidegate.agent.tiers.state_reads import read_blocks
+from tidegate.errors import CheckpointFailed, DataTruncated, FileDamaged, ForeignState
+from tidegate.kernels import GradDtype, IoPool, WeightFormat, aligned_buffer, open_direct
 from tidegate.rules.rule import tensors_text
-
-
-def optimizer_bytes(checkpoint: Checkpoint) -> bytes:
-    """The content of the checkpoint's `optimizer.pt`. FileDamaged when it differs from its checksum."""
-    path = checkpoint.folder / OPTIMIZER_FILE
-    with checkpoint_failed_on_error(path), open_plain(path) as file:
-        data = file.read()
-    found, expected = zlib.crc32(data), checkpoint.manifest.optimizer_crc
-    if found != expected:
-        raise FileDamaged(path, f"checksum {found:#010x}", f"{expected:#010x}")
-    return data
 
 
 class Reader:
@@ -73,7 +60,7 @@ class Reader:
 
     def optimizer(self) -> dict[str, Any]:
         """Reads the optimizer's state besides the subgroups (param groups, step counts) and verifies its checksum."""
-        data = optimizer_bytes(self._checkpoint)
+        data = read_optimizer(self._checkpoint)
         loaded: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
         return loaded
 
@@ -113,24 +100,13 @@ class Reader:
     def _fetch(self, path: Path, header: Header) -> None:
         """Reads the data of a state file into the buffer and verifies its blocks. BlockDamaged, DataTruncated or
         CheckpointFailed when that fails."""
-        nbytes, expected = padded_bytes(header.data_bytes), np.array(header.block_checksums, np.uint32)
-        fd, _ = open_direct(path)
-        try:
-            address = self._buffer.ctypes.data
-            ticket = run_transfer(
-                lambda: self._pool.read(fd, address, nbytes, header.header_bytes, header.block_bytes, expected)
-            )
-        finally:
-            os.close(fd)
-        if ticket.checksum_mismatch:
-            offset, size = header.block(ticket.failed_block)
-            at = self._buffer.ctypes.data + offset - header.header_bytes
-            found = crc32c(at, size)
-            raise BlockDamaged(path, ticket.failed_block, offset, found, header.block_checksums[ticket.failed_block])
-        if ticket.end_of_file:
-            raise DataTruncated(path, f"{path.stat().st_size:,} bytes", f"{header.file_bytes:,}")
-        if not ticket.ok:
-            raise CheckpointFailed(f"{path} cannot be read: {os.strerror(ticket.error or errno.EIO)}.")
+        with checkpoint_failed_on_error(path):
+            fd, _ = open_direct(path)
+            try:
+                address = self._buffer.ctypes.data
+                read_blocks(self._pool, fd, path, header, 0, padded_bytes(header.data_bytes), address)
+            finally:
+                os.close(fd)
 
     # ---- checks, before anything is changed
 
@@ -150,11 +126,7 @@ class Reader:
 
     def _header(self, index: int, stored: StoredSubgroup) -> Header:
         """Reads the header of a state file and checks it against the manifest and the model's weights."""
-        path, manifest = self._path(index), self._checkpoint.manifest
-        header = read_header(path)
-        header.check_run(bytes.fromhex(manifest.run_id), path)
-        header.check_kind(manifest.kind(index), path)
-        header.check_step(stored.step, path)
+        path, header = self._path(index), read_header(self._checkpoint, index)
         with checkpoint_failed_on_error(path):
             header.check_file(path.stat().st_size, path)
         header.check_weights(weights_checksum(self._params, stored.segments), path)
@@ -164,13 +136,31 @@ class Reader:
         return self._checkpoint.folder / self._checkpoint.manifest.subgroups[index].file
 
 
-def read_header(path: Path) -> Header:
-    """Reads the header of a state file. `StateFileError` when the header is damaged or the file is missing."""
+def read_optimizer(checkpoint: Checkpoint) -> bytes:
+    """Reads the file with the optimizer's state besides the subgroups. FileDamaged when its checksum is wrong,
+    `StateFileError` when it is missing."""
+    path, expected = checkpoint.folder / OPTIMIZER_FILE, checkpoint.manifest.optimizer_crc
+    with checkpoint_failed_on_error(path), open_plain(path) as file:
+        data = file.read()
+    if zlib.crc32(data) != expected:
+        raise FileDamaged(path, f"checksum {zlib.crc32(data):#010x}", f"{expected:#010x}")
+    return data
+
+
+def read_header(checkpoint: Checkpoint, index: int) -> Header:
+    """Reads the header of the state file of one subgroup. `StateFileError` when the header is damaged, the file is
+    missing, or the header is not the one that the manifest says."""
+    manifest = checkpoint.manifest
+    stored, path = manifest.subgroups[index], checkpoint.folder / manifest.subgroups[index].file
     with checkpoint_failed_on_error(path), open_plain(path) as file:
         first = file.read(PAGE_BYTES)
         # A damaged number of blocks may ask for more bytes than the file has.
         nbytes = min(bytes_to_read(first, path), os.fstat(file.fileno()).st_size)
-        return Header.unpack(first + file.read(max(nbytes - len(first), 0)), path)
+        header = Header.unpack(first + file.read(max(nbytes - len(first), 0)), path)
+    header.check_run(bytes.fromhex(manifest.run_id), path)
+    header.check_kind(manifest.kind(index), path)
+    header.check_step(stored.step, path)
+    return header
 
 
 @contextmanager

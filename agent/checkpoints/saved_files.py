@@ -6,19 +6,18 @@ They are computed after the files have reached stable storage, and checked befor
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from tidegate.agent.checkpoints.manifest_schema import is_below
+from pydantic import Field
+
+from tidegate.agent.checkpoints.manifest_schema import Number, PathBelow, is_below
 from tidegate.agent.checkpoints.snapshot import BeforeChunk
 from tidegate.agent.tiers.plain_files import kind_of_entry, open_plain
 from tidegate.errors import ConfigError, DataTruncated, FileDamaged
-
-log = logging.getLogger("tidegate.tiers")
 
 CHUNK_BYTES: Final = 8 << 20
 
@@ -27,10 +26,10 @@ CHUNK_BYTES: Final = 8 << 20
 class SavedFile:
     """Name, size and checksum of one file that `save_also` wrote."""
 
-    file: str
+    file: PathBelow
     """Path below the rank's folder, with `/` between the parts."""
-    nbytes: int
-    sha256: str
+    nbytes: Number
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def check_saved(folder: Path, reserved: Iterable[str]) -> None:
@@ -73,22 +72,6 @@ def verify(folder: Path, files: tuple[SavedFile, ...]) -> None:
             raise FileDamaged(path, f"{found.nbytes:,} bytes", f"{file.nbytes:,}")
         if found.sha256 != file.sha256:
             raise FileDamaged(path, f"SHA-256 {found.sha256}", file.sha256)
-
-
-_warned: set[str] = set()
-"""Folders for which the warning about missing checksums was logged."""
-
-
-def warn_without_checksums(folder: Path, leave_out: frozenset[str]) -> None:
-    """Logs a warning, once per folder, that the user's files in the folder have no checksums. `leave_out`: names of
-    Tidegate's own files. No warning if there are no other files."""
-    names = sorted({path.relative_to(folder).as_posix() for path, _ in _entries(folder)} - leave_out)
-    if names and str(folder) not in _warned:
-        _warned.add(str(folder))
-        log.warning(
-            "checkpoint %s was saved by an earlier version of Tidegate without checksums of %s: damage to these files "
-            "is not detected. The next checkpoint has checksums.", folder.parent, ", ".join(names),
-        )  # fmt: skip
 
 
 def _checksum(folder: Path, name: str, before_chunk: BeforeChunk, expected_bytes: int | None = None) -> SavedFile:

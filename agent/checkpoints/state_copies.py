@@ -14,12 +14,12 @@ from typing import Final
 import torch
 
 from tidegate.agent.checkpoints.manifest import StoredSubgroup
-from tidegate.agent.checkpoints.snapshot import StateInFile, StateInMemory, StateSource, write_state
+from tidegate.agent.checkpoints.snapshot import BLOCK_BYTES, StateInMemory, StateSource, write_state
 from tidegate.agent.checkpoints.spare_files import SpareFiles
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
 from tidegate.agent.tiers.file_path import StoragePath
-from tidegate.agent.tiers.state_file import padded_bytes
+from tidegate.agent.tiers.state_file import Header, num_blocks, padded_bytes
 from tidegate.agent.tiers.tier_store import state_kind
 from tidegate.kernels import IoPool, aligned_buffer, crc32c, fill
 from tidegate.plan.ops import is_path
@@ -85,7 +85,7 @@ class StateCopies:
             if layout.id in self._linkable:
                 continue
             path = self._path(layout)
-            if path is not None and not path.is_new(layout.id):
+            if path is not None and path.states[layout.id].step >= 0:
                 held.add(layout.id)
                 continue
             nbytes = padded_bytes(state_kind(layout, self._rank).data_bytes)
@@ -144,30 +144,31 @@ class StateCopies:
         path = self._path(layout)
         if path is None or layout.id not in self._linkable:
             return None
-        return path.step_of(layout.id) if path.hard_link(layout.id, self._sums[layout.id], target) else None
+        return path.states[layout.id].step if path.hard_link(layout.id, self._sums[layout.id], target) else None
 
     def _hold(self, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]]) -> int:
         """Holds the subgroup's file open for the background copy. Returns the number of the update that its state
         belongs to."""
         path = self._path(layout)
         assert path is not None, "only state in files is held"
-        pending.append((StateInFile(path.hold(layout.id, self._sums[layout.id])), target))
-        return path.step_of(layout.id)
+        pending.append((path.hold(layout.id, self._sums[layout.id]), target))
+        return path.states[layout.id].step
 
     def _copy(self, pool: IoPool, layout: Layout, target: Path, pending: list[tuple[StateSource, Path]] | None) -> int:
         """Copies the subgroup's state to the file `target`. If `pending` is given, the state is copied to memory
         instead and added to `pending`. Returns the number of the update that the state belongs to."""
-        kind, step = state_kind(layout, self._rank), self._step
-        nbytes, weights = padded_bytes(kind.data_bytes), self._sums[layout.id]
+        kind, run_id = state_kind(layout, self._rank), self._run_id.bytes
+        unknown = (0,) * num_blocks(kind.data_bytes, BLOCK_BYTES)
+        header = Header(kind, run_id, self._step, BLOCK_BYTES, unknown, self._sums[layout.id])
+        nbytes = padded_bytes(kind.data_bytes)
         with self._engine.memory.arrays(layout.id, changed=False) as arrays:
             # The arrays are one block of whole pages; one of them is at its begin.
             address = min((array.data_ptr() for array in arrays.values()), default=0)
             fill(address + kind.data_bytes, 0, nbytes - kind.data_bytes)
             if pending is None:
-                write_state(pool, StateInMemory(kind, self._run_id.bytes, step, weights, address, arrays), target)
+                write_state(pool, StateInMemory(header, address, arrays), target)
             else:
                 copy = aligned_buffer(max(nbytes, 1))
                 ctypes.memmove(copy.ctypes.data, address, nbytes)
-                state = StateInMemory(kind, self._run_id.bytes, step, weights, copy.ctypes.data, copy)
-                pending.append((state, target))
-        return step
+                pending.append((StateInMemory(header, copy.ctypes.data, copy), target))
+        return self._step

@@ -12,13 +12,12 @@ in the background.
 from __future__ import annotations
 
 import io
-import operator
 import os
 import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +39,7 @@ from tidegate.agent.engine.engine import Engine
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
+from tidegate.knobs.setting_checks import check_whole
 
 AUTO_MEMORY_SHARE: Final = 0.5
 """Default limit of host memory for a checkpoint in the background, as a share of the free host memory. The memory is
@@ -78,7 +78,7 @@ class Target:
     save_also: SaveAlso | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("keep", self.keep, 1)
+        object.__setattr__(self, "keep", check_whole("keep", self.keep, 1))
 
 
 def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:
@@ -100,24 +100,13 @@ def save_in_background(contents: Contents, target: Target, ranks: Ranks, memory_
         free memory. State beyond the limit is written before this returns.
     """
     if memory_bytes is not None:
-        _check_whole("memory_bytes", memory_bytes, 0)
+        memory_bytes = check_whole("memory_bytes", memory_bytes, 0)
     writer = _Writer(contents, target, ranks)
     limit = int(AUTO_MEMORY_SHARE * host_available_bytes()) if memory_bytes is None else memory_bytes
     background = writer.states.plan_background(limit)
     if ranks.all_true(not (background.held or background.in_memory)):
         return PendingCheckpoint.already_complete(writer.write())
     return writer.write_in_background(background)
-
-
-def _check_whole(name: str, value: int, least: int) -> None:
-    """Raises ConfigError unless `value` is a whole number of at least `least`. `name`: name of the setting, for the
-    message."""
-    try:
-        in_range = operator.index(value) >= least
-    except TypeError:
-        raise ConfigError(f"{name}={value!r} is not a whole number: give one of at least {least}.") from None
-    if not in_range:
-        raise ConfigError(f"{name}={value} is out of range: it must be at least {least}.")
 
 
 class _Writer:
@@ -193,7 +182,7 @@ class _Writer:
             rule = self._engine.rule
             manifest = Manifest(
                 self._contents.step, self._number, self._attempt, self._run_id.hex, self._ranks.rank, self._ranks.count,
-                rule.stored_as, rule.tensors, tuple(map(ParamForm.of, self._contents.params)), stored, crc,
+                rule.stored_as, tuple(map(ParamForm.of, self._contents.params)), stored, crc, (), rule.tensors,
             )  # fmt: skip
         except BaseException:
             for state, _ in pending:
@@ -217,20 +206,14 @@ class _Writer:
         return zlib.crc32(buffer.getvalue())
 
 
-@contextmanager
-def _failing_together(ranks: Ranks, directory: Path) -> Iterator[None]:
-    """Context manager for a block that all ranks run. If the block raises on a rank, that error is raised there, and
-    CheckpointFailed is raised on the ranks where the block succeeded. A collective call of all ranks."""
-    try:
-        yield
-    except BaseException:
-        ranks.all_true(False)
-        raise
-    if not ranks.all_true(True):
-        raise CheckpointFailed(
+def _failing_together(ranks: Ranks, directory: Path) -> AbstractContextManager[None]:
+    """Context manager for a block that all ranks run: it fails on all of them or on none. A collective call."""
+    return ranks.failing_together(
+        CheckpointFailed(
             f"Another rank could not write its part of checkpoint {directory}, which stays incomplete. The error of "
             "that rank says why. Older checkpoints are unchanged."
         )
+    )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.plain_files import kind_of_entry
+from tidegate.agent.tiers.scratch_owner import inode_of
 from tidegate.errors import CheckpointFailed, CheckpointTaken
 
 log = logging.getLogger("tidegate.tiers")
@@ -52,7 +53,7 @@ class WriterLock:
     def take(self, directory: Path) -> None:
         """Locks an existing directory. Does nothing if this object has already locked it. CheckpointTaken when another
         process or optimizer has locked it."""
-        key = _key(os.stat(directory))
+        key = inode_of(os.stat(directory))
         if key in self._mine:
             return
         if key in _held:
@@ -202,14 +203,9 @@ def _holder(fd: int) -> str:
 def _is_at(fd: int, path: Path) -> bool:
     """Whether the open file is still the file at `path`."""
     try:
-        return _key(os.fstat(fd)) == _key(path.lstat())
+        return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _key(status: os.stat_result) -> tuple[int, int]:
-    """Device and inode number: they identify a file or directory."""
-    return status.st_dev, status.st_ino
 
 
 def _forget_in_child() -> None:

@@ -4,8 +4,8 @@ logged as warnings, and training continues."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -106,17 +106,11 @@ def configure_logs(strict: bool) -> None:
         log.warning("%s The log format is unchanged.", error, extra=event("log_format_refused", reason=str(error)))
 
 
-@contextmanager
-def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Context manager in which an error on one rank makes all ranks raise; otherwise the other ranks would wait for
-    minutes in the next collective. A collective of all ranks."""
-    try:
-        yield
-    except Exception:
-        ranks.all_true(False)
-        raise
-    if not ranks.all_true(True):
-        raise ConfigError("Another rank could not attach, so this one does not either: that rank's error says why.")
+def raise_on_all_ranks(ranks: Ranks) -> AbstractContextManager[None]:
+    """Context manager in which an error on one rank makes all ranks raise. A collective of all ranks."""
+    return ranks.failing_together(
+        ConfigError("Another rank could not attach, so this one does not either: that rank's error says why.")
+    )
 
 
 def connect(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 
-from tidegate.agent.procfs import ENDED, boot_id, pid_namespace, start_ticks
+from tidegate.agent.procfs import ENDED, boot_id, observed_start, pid_namespace
 from tidegate.wire.agent import Holder, ProcessId
 
 
@@ -19,7 +18,7 @@ def this_process() -> ProcessId | None:
         boot, namespace = boot_id(), pid_namespace()
     except OSError:
         return None
-    started = _started(os.getpid())
+    started = observed_start(os.getpid())
     if started is None or started == ENDED:
         return None
     return ProcessId(boot=boot, namespace=namespace, pid=os.getpid(), started=started)
@@ -49,17 +48,4 @@ def has_ended(holder: Holder | None) -> bool:
     """
     if holder is None or holder.process is None or not is_observable(holder):
         return False
-    return _started(holder.process.pid) not in (holder.process.started, None)
-
-
-def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; `ENDED` when it does not exist, None when it is hidden."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return start_ticks(pid)
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ENDED
-    except (OSError, OverflowError):
-        return None
-    return None
+    return observed_start(holder.process.pid) not in (holder.process.started, None)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
+from tidegate.kernels import ThreadPool
+from tidegate.kernels.arithmetic.device_calls import GradRef as GradRef
+from tidegate.kernels.arithmetic.device_calls import Update
 from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.wire.base import DeviceKind
 
@@ -31,33 +33,14 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRun:
-    """Update of consecutive parameters with the same `scalars` (learning rate and so on). `weight`, `aux`, `tensors`
-    (the rule's state tensors) and `grad` are addresses. `aux`: the 16-bit remainder or the fp32 copy of the weights; 0
-    if the format of the weights needs neither."""
+class UpdateRun(Update):
+    """An update with the implementation of its rule, which can also run it on host threads."""
 
-    numel: int
-    weight: int
-    weight_format: WeightFormat
-    aux: int
-    tensors: tuple[int, ...]
-    grad: int
-    grad_dtype: GradDtype
-    scalars: Any
     implementation: Implementation
 
     def apply(self, pool: ThreadPool) -> None:
         """Runs the update on host threads."""
         self.implementation.update(pool, self)
-
-
-@dataclass(frozen=True, slots=True)
-class GradRef:
-    """Location of one parameter's gradient on the device."""
-
-    address: int
-    numel: int
-    dtype: GradDtype
 
 
 class Event(Protocol):

@@ -189,6 +189,8 @@ class CudaDevice:
     dropped without `close` waits for all lanes, and frees its memory.
     """
 
+    kind: DeviceKind = "cuda"
+
     def __init__(self, runtime: CudaRuntime, limit_bytes: int = 0) -> None:
         self._runtime = runtime
         self._lanes = LaneStreams(runtime)
@@ -199,10 +201,6 @@ class CudaDevice:
         weakref.finalize(self, _clean_up_unclosed, runtime, self._lanes, self._allocated, os.getpid()).atexit = False
         capacity = runtime.capacity_bytes()
         self.capacity_bytes = min(limit_bytes, capacity) if limit_bytes else capacity
-
-    @property
-    def kind(self) -> DeviceKind:
-        return "cuda"
 
     @property
     def in_use_bytes(self) -> int:

@@ -29,6 +29,7 @@ from tidegate.agent.devices.pinned_memory import near_cpus
 from tidegate.kernels import implementation
 from tidegate.kernels.arithmetic.device_calls import GpuKernels
 from tidegate.kernels.arithmetic.implementation import Implementation
+from tidegate.kernels.arithmetic.torch_kernels import CudaMemory
 
 HOST_REGISTER_PORTABLE: Final = 1
 """The flag cudaHostRegisterPortable of CUDA's call cudaHostRegister: the memory is pinned for all CUDA contexts of the
@@ -143,7 +144,7 @@ class TorchCuda:
         return lambda: list(zip(found[0].tolist(), found[1].tolist(), strict=True))
 
     def _on_device(self, address: int, nbytes: int) -> torch.Tensor:
-        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self.device)
+        return torch.as_tensor(CudaMemory(address, nbytes), device=self.device)
 
     # ---- memory
 
@@ -198,16 +199,6 @@ class TorchCuda:
         except AttributeError:  # torch before 2.7 lacks these fields
             return frozenset()
         return near_cpus("{:04x}:{:02x}:{:02x}.0".format(*place))
-
-
-class _DeviceBytes:
-    """Range of device memory as an object with `__cuda_array_interface__`, from which torch can make a tensor without a
-    copy."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
 
 
 def _on_host(address: int, nbytes: int) -> torch.Tensor:

@@ -105,6 +105,8 @@ class EmulatedDevice:
     """Emulated device: computes on CPU tensors, and slows copies and updates down to the configured rates.
     `capacity_bytes` limits arena and adopted tensors together."""
 
+    kind: DeviceKind = "emulated"
+
     def __init__(self, capacity_bytes: int, rates: EmulatedRates | None = None) -> None:
         # A copy: changing the rates of one device must not slow down another.
         self.rates = replace(rates or EmulatedRates())
@@ -114,10 +116,6 @@ class EmulatedDevice:
         self._pool = ThreadPool(1)
         self._peak = 0
         self._lock = threading.Lock()
-
-    @property
-    def kind(self) -> DeviceKind:
-        return "emulated"
 
     @property
     def in_use_bytes(self) -> int:

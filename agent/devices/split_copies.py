@@ -4,7 +4,7 @@ gigabyte."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from tidegate.agent.devices.base import Copy
@@ -16,9 +16,8 @@ it."""
 
 def in_pieces(copies: Sequence[Copy], most: int = PIECE_BYTES) -> list[Copy]:
     """Splits copies into copies of at most `most` bytes. Bytes and their order stay the same."""
-    return [piece for copy in copies for piece in _pieces(copy, most)]
-
-
-def _pieces(copy: Copy, most: int) -> Iterator[Copy]:
-    for start in range(0, copy.nbytes, most):
-        yield Copy(copy.dst + start, copy.src + start, min(most, copy.nbytes - start))
+    return [
+        Copy(copy.dst + start, copy.src + start, min(most, copy.nbytes - start))
+        for copy in copies
+        for start in range(0, copy.nbytes, most)
+    ]

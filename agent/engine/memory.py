@@ -314,7 +314,7 @@ class StateMemory:
     def _is_never_written(self, subgroup: int) -> bool:
         """Whether the state was assigned to a path and never written: it is all zeros, and needs no reading."""
         lives = self.residence[subgroup]
-        return self.store is not None and is_path(lives) and self.store.is_new(lives, subgroup)
+        return self.store is not None and is_path(lives) and self.store.paths[lives].states[subgroup].step < 0
 
     @property
     def _kinds(self) -> dict[str, HostBuffers]:

@@ -158,12 +158,12 @@ class MemoryRunner:
         match op.kind:
             case OpKind.GRAD_H2D if op.slot is not None:
                 yield Copy(memory.slot_gradient(op.slot), memory.on_host(op.host_grad), op.nbytes)
-            case OpKind.WEIGHT_D2H:
-                for weight, mirror, nbytes in self._weight_pieces(op, layout):
-                    yield Copy(mirror, weight, nbytes)
-            case OpKind.WEIGHT_H2D:
-                for weight, mirror, nbytes in self._weight_pieces(op, layout):
-                    yield Copy(weight, mirror, nbytes)
+            case OpKind.WEIGHT_D2H | OpKind.WEIGHT_H2D:
+                size, mirrors = layout.format.weight_bytes, memory.on_host(op.host_weight)
+                for segment in layout.segments:
+                    weight, mirror = self._weight_address(segment, size), mirrors + segment.start * size
+                    ends = (mirror, weight) if op.kind is OpKind.WEIGHT_D2H else (weight, mirror)
+                    yield Copy(*ends, segment.numel * size)
             case OpKind.STATE_H2D:
                 yield Copy(memory.on_device(s, op.slot), memory.on_host(op.host_state), op.nbytes)
             case OpKind.STATE_D2H:
@@ -187,11 +187,6 @@ class MemoryRunner:
         issued = self._copy(op.lane, copies)
         self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
-
-    def _weight_pieces(self, op: Op, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        size, mirror = layout.format.weight_bytes, self._memory.on_host(op.host_weight)
-        for segment in layout.segments:
-            yield self._weight_address(segment, size), mirror + segment.start * size, segment.numel * size
 
     def _weight_address(self, segment: Segment, size: int) -> int:
         return flat(self._weights[segment.param]).data_ptr() + segment.offset * size

@@ -31,9 +31,6 @@ class PhaseRecorder:
         self._since = time.monotonic()
         self._cpu = time.process_time()
         self._first_gradient: float | None = None
-        self.single_node_share = 0.0
-        """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, in
-        the newest backward pass."""
         self._reset()
 
     def enter(self, phase: Phase) -> None:
@@ -105,6 +102,8 @@ class PhaseRecorder:
         """CPU seconds that the recording has cost since the end of the last step."""
         self._first_gradient = None
         self.single_node_share = 0.0
+        """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, in
+        the newest backward pass."""
 
     def _close(self) -> None:
         began = time.thread_time()

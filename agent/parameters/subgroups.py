@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from tidegate.errors import ParameterError
 from tidegate.kernels import GradDtype, WeightFormat
@@ -93,10 +94,10 @@ class Segment:
     `param` is the number of the parameter, counted through all groups in order.
     """
 
-    param: int
-    offset: int
-    start: int
-    numel: int
+    param: NonNegativeInt
+    offset: NonNegativeInt
+    start: NonNegativeInt
+    numel: PositiveInt
 
 
 @dataclass(frozen=True)

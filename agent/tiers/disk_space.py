@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from pathlib import Path
 
 from tidegate.errors import PathFull
 
@@ -41,13 +40,6 @@ def free_bytes(directory: int | str | os.PathLike[str]) -> int:
     """Free bytes for ordinary users on the file system of a directory or an open file."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
-
-
-def check_space(base: Path, needed_bytes: int) -> None:
-    """Raises PathFull, with the byte counts, if fewer than `needed_bytes` are free on the file system of `base`."""
-    free = free_bytes(base)
-    if needed_bytes > free:
-        raise PathFull(_no_space_message(base, needed_bytes, free), needed_bytes, free)
 
 
 def _full(fd: int, nbytes: int, code: int) -> PathFull:

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
-from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers.disk_space import free_bytes, too_large_message
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
-from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer
+from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, run_transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, crc32c
 
@@ -29,9 +28,6 @@ TRANSIENT_ERRORS: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno
 """Error numbers (errno) of transient errors, after which a transfer is retried. All other errors (no such device,
 read-only, …) are permanent."""
 NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-POLL_SECONDS: Final = 1.0
-"""Interval in seconds at which a thread that waits for a transfer returns to Python, so that signal handlers can
-run."""
 
 
 @dataclass
@@ -66,7 +62,7 @@ class FileMover:
         self.locks = locks
         self.pools = {"read": IoPool(threads), "write": IoPool(threads)}
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
-        self._moving: set[IoTicket] = set()
+        self._moving: set[object] = set()
 
     @property
     def busy(self) -> bool:
@@ -122,22 +118,14 @@ class FileMover:
         succeeded. If an exception is raised, the transfer has ended too: the kernel no longer uses the memory."""
         where = header_bytes(len(file.checksums))
         begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
-        with DelayInterrupt():  # outside a lane
-            ticket = begin(file.fd, address, file.data_bytes, where, self._block_bytes, file.checksums)
-            self._moving.add(ticket)
-            try:
-                try:
-                    begun()
-                    while not ticket.wait(POLL_SECONDS):
-                        pass  # lets Python handle signals
-                except BaseException:  # a second Ctrl-C, or what another handler raises
-                    ticket.cancel()
-                    while not ticket.wait(POLL_SECONDS):
-                        pass
-                    raise
-            finally:
-                self._moving.discard(ticket)
-        return ticket
+        move = object()
+        try:
+            self._moving.add(move)
+            return run_transfer(
+                lambda: begin(file.fd, address, file.data_bytes, where, self._block_bytes, file.checksums), begun
+            )
+        finally:
+            self._moving.discard(move)
 
     def _check(self, operation: Operation, file: StateFile, address: int, ticket: IoTicket) -> None:
         """Raises BlockDamaged, DataTruncated or _RefusedError when the transfer failed, and counts the error."""

@@ -17,13 +17,15 @@ import numpy as np
 
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
+from tidegate.agent.tiers.object_settings import LEAST, check_whole_settings
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
 from tidegate.agent.tiers.scratch import Scratch
-from tidegate.agent.tiers.state_file import PAGE_BYTES, Header, StateKind, file_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
+from tidegate.agent.tiers.state_reads import HeldFile
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
-from tidegate.knobs.setting_checks import check_kind, check_whole
+from tidegate.knobs.setting_checks import check_kind
 from tidegate.plan.tier_split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
@@ -32,16 +34,6 @@ CALIBRATION_TRIES: Final = 2
 DUPLEX_SHARE: Final = 0.75
 """Limit for the detection of duplex paths. A path counts as duplex if reading and writing at the same time takes less
 than this share of the time of reading first and writing then: its two directions do not share the bandwidth."""
-
-
-_LEAST: Final = {
-    "threads": 1,
-    "block_bytes": PAGE_BYTES,
-    "lock_slots": 0,
-    "capacity_bytes": 0,
-    "wear_bytes_per_day": 0,
-}
-"""Minimum value of each integer setting of `PathSettings`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +64,7 @@ class PathSettings:
             raise ConfigError(
                 "directory='' of a path names no directory: give one that exists, '.' for the current directory."
             )
-        for name, minimum in _LEAST.items():
-            step = PAGE_BYTES if name == "block_bytes" else 1
-            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=step)
-            object.__setattr__(self, name, number)
+        check_whole_settings(self, {**LEAST, "wear_bytes_per_day": 0})
 
     @property
     def location(self) -> str:
@@ -87,28 +76,6 @@ class PathSettings:
         """Deprecated name of `location`. It will be removed in the next version."""
         warnings.warn("PathSettings.place is called location now.", DeprecationWarning, stacklevel=2)
         return self.location
-
-
-@dataclass(slots=True)
-class HeldFile:
-    """File of one subgroup that a checkpoint holds, to copy the state in it later. `header`: header for the copy. `fd`:
-    separate file descriptor, which stays valid after the file is unlinked."""
-
-    name: str
-    fd: int
-    header: Header
-    counters: PathCounters
-
-    def count(self, start: float, end: float, nbytes: int) -> None:
-        """Adds a partial read of the state to the path's counters. `start`, `end`: times of the read in seconds on the
-        monotonic clock. `nbytes`: bytes read."""
-        self.counters.count("read", Transfer(start, end, nbytes, 0.0, is_whole=False))
-
-    def close(self) -> None:
-        """Closes the file. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class StoragePath:
@@ -124,14 +91,14 @@ class StoragePath:
         self.settings = settings
         self.counters = PathCounters()
         self._run_id = run_id
-        self._files: dict[int, StateFile] = {}
+        self.states: dict[int, StateFile] = {}
+        """Files of the subgroups on this path, whose space is reserved."""
         self._spares: dict[int, StateFile] = {}
         """Spare file of each subgroup. The next flush writes to it if a checkpoint uses the present file."""
         self._scratch = Scratch.create(settings.directory, run, rank)
         try:
-            locks = None
-            if settings.lock_slots:
-                locks = locks_of_path(name, device_key(settings.directory), settings.lock_slots)
+            slots, key = settings.lock_slots, device_key(settings.directory)
+            locks = locks_of_path(name, key, slots) if slots else None
             self._mover = FileMover(name, settings.threads, settings.block_bytes, locks, self.counters)
         except BaseException:
             self._scratch.close()
@@ -164,7 +131,7 @@ class StoragePath:
         """Bytes that are free for more state. OSError when the directory is gone."""
         free = free_bytes(self._scratch.directory)
         if self.settings.capacity_bytes:
-            files = (*tuple(self._files.values()), *tuple(self._spares.values()))
+            files = (*tuple(self.states.values()), *tuple(self._spares.values()))
             used = sum(self._file_bytes(file.kind) for file in files)
             free = min(free, self.settings.capacity_bytes - used)
         return max(free, 0)
@@ -173,18 +140,10 @@ class StoragePath:
         """Size in bytes of a state file of this kind with the block size of this path."""
         return file_bytes(kind.data_bytes, self.settings.block_bytes)
 
-    def holds(self, subgroup: int) -> bool:
-        """Whether the subgroup has a file on this path. The space of such a file is reserved."""
-        return subgroup in self._files
-
-    def is_new(self, subgroup: int) -> bool:
-        """Whether nothing was written to the subgroup's file yet."""
-        return self._files[subgroup].step < 0
-
     def make(self, kind: StateKind) -> None:
         """Creates the file of a subgroup, with zeros as state and its space reserved. PathFull when the space is not
         there."""
-        self._files[kind.subgroup] = self._new_file(kind)
+        self.states[kind.subgroup] = self._new_file(kind)
 
     def _new_file(self, kind: StateKind, given: str | os.PathLike[str] | None = None) -> StateFile:
         """Creates a state file with its space reserved. With `given`, that existing file is renamed and becomes the
@@ -218,7 +177,7 @@ class StoragePath:
 
     def remove(self, subgroup: int) -> None:
         """Removes the subgroup's files, when its state is stored elsewhere."""
-        for files in (self._files, self._spares):
+        for files in (self.states, self._spares):
             if subgroup in files:
                 self._discard(files.pop(subgroup))
 
@@ -232,11 +191,7 @@ class StoragePath:
 
     def forget(self, subgroup: int) -> None:
         """Resets the subgroup's state to zeros. State that was written before is no longer used."""
-        self._files[subgroup].step = -1
-
-    def step_of(self, subgroup: int) -> int:
-        """Number of the last update whose state was written; -1 before the first."""
-        return self._files[subgroup].step
+        self.states[subgroup].step = -1
 
     def read(self, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
@@ -245,7 +200,7 @@ class StoragePath:
         begun: callback. It is called when all blocks of this transfer are queued, and again at each retry. Transfers
             that other threads request afterwards are queued behind this one.
         """
-        file = self._files[subgroup]
+        file = self.states[subgroup]
         if file.step < 0:
             start = time.monotonic()
             fill(address, 0, file.data_bytes)
@@ -260,13 +215,13 @@ class StoragePath:
         may have left memory. So such a file is synchronised after each write: when this method returns, the data are on
         stable storage, and a write error is raised by the call that caused it.
         """
-        before = self._files[subgroup]
+        before = self.states[subgroup]
         file = before if before.linked_header is None else self._spare_for(before)
         fill(address + file.kind.data_bytes, 0, file.data_bytes - file.kind.data_bytes)
         moved = self._mover.write(file, address, step, begun)
         file.step = step
         if file is not before:
-            self._files[subgroup] = self._spares.pop(subgroup)
+            self.states[subgroup] = self._spares.pop(subgroup)
             self._discard(before)
         return moved
 
@@ -284,7 +239,7 @@ class StoragePath:
         """Size in bytes of the subgroup's file. None if a checkpoint cannot hard-link the file: nothing was written to
         it yet, the checkpoint is on another file system (with the device number `device`), or an earlier checkpoint
         holds the file, and its header has another checksum of the weights than `weights_checksum`."""
-        file = self._files[subgroup]
+        file = self.states[subgroup]
         if file.step < 0 or os.fstat(file.fd).st_dev != device:
             return None
         if file.linked_header not in (None, self._header(file, weights_checksum)):
@@ -295,7 +250,7 @@ class StoragePath:
         """Writes the file's header, with the checksum of the weights, and hard-links the file to `target`. Later
         flushes of the subgroup write to the spare file. The link is durable only after fsync. Returns False, and
         creates no link, if the file system refuses it. Call this method only if `linkable_bytes` returned a size."""
-        file = self._files[subgroup]
+        file = self.states[subgroup]
         self._freeze(file, self._header(file, weights_checksum))
         try:
             os.link(file.name, target)
@@ -308,7 +263,7 @@ class StoragePath:
     def hold(self, subgroup: int, weights_checksum: int) -> HeldFile:
         """Holds the subgroup's file for a checkpoint that copies it later: later flushes write to the spare file. The
         result has a second descriptor and a header with `weights_checksum`. Call it only for state that was written."""
-        file = self._files[subgroup]
+        file = self.states[subgroup]
         header = self._header(file, weights_checksum)
         if file.linked_header is None:
             self._freeze(file, header)
@@ -328,7 +283,7 @@ class StoragePath:
         """Creates the spare file of a subgroup, to which flushes write once a checkpoint holds the present file.
         `given`: an existing file on this file system that is to become the spare file; None for a new file. PathFull
         when the space is not there."""
-        self._spares[subgroup] = self._new_file(self._files[subgroup].kind, given)
+        self._spares[subgroup] = self._new_file(self.states[subgroup].kind, given)
 
     def _header(self, file: StateFile, weights_checksum: int) -> Header:
         """Header for the present content of a file."""
@@ -378,7 +333,7 @@ class StoragePath:
         if self._scratch.owner.pid != os.getpid():
             return
         self._mover.close()
-        for files in (self._files, self._spares):
+        for files in (self.states, self._spares):
             for file in files.values():
                 with suppress(OSError):  # close may report lost writes, but the files are deleted anyway
                     os.close(file.fd)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tidegate.agent.tiers.object_client import Client, RequestFailed
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
+from tidegate.agent.tiers.transfers import Operation, PathCounters, no_op
 from tidegate.errors import BlockDamaged, DataTruncated
 from tidegate.kernels import copy, crc32c
 
@@ -44,16 +44,10 @@ class BlockMover:
         self._settings = settings
         self._client = client
         self._counters = counters
-        self._moving: set[object] = set()
         self._pools: dict[Operation, ThreadPoolExecutor] = {
             "read": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-read"),
             "write": ThreadPoolExecutor(settings.threads, f"tidegate-{name}-write"),
         }
-
-    @property
-    def busy(self) -> bool:
-        """Whether a transfer is in progress. Its threads may use the caller's memory until the transfer has ended."""
-        return bool(self._moving)
 
     def read_jobs(self, stored: StoredBlocks, address: int, nbytes: int) -> list[Job]:
         """Jobs that read the objects into memory at `address` and verify them. RequestFailed, BlockDamaged or
@@ -78,8 +72,6 @@ class BlockMover:
         begun: callback, called when all jobs are queued.
         """
         futures: list[Future[None]] = []
-        move = object()
-        self._moving.add(move)
         try:
             for operation, job in jobs:
                 futures.append(self._pools[operation].submit(job))
@@ -89,7 +81,6 @@ class BlockMover:
             for future in futures:
                 future.cancel()
             wait(futures)
-            self._moving.discard(move)
         for future in futures:
             if not future.cancelled():
                 future.result()
@@ -104,10 +95,6 @@ class BlockMover:
         """Queues a function for a thread of the write pool and returns at once. The function must not use memory of the
         caller. It is not run after `close`."""
         self._pools["write"].submit(work)
-
-    def count_success(self, operation: Operation, transfer: Transfer) -> Transfer:
-        """Counts a transfer that succeeded and returns it."""
-        return self._counters.count(operation, transfer)
 
     def count_failure(self, operation: Operation, again: bool) -> None:
         """Counts an attempt that failed, and a retry if `again`."""

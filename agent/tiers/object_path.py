@@ -24,7 +24,7 @@ from tidegate.agent.tiers.object_blocks import BlockMover, Job, StoredBlocks
 from tidegate.agent.tiers.object_client import RequestFailed, bucket_key, connect, path_unusable
 from tidegate.agent.tiers.object_scratch import ObjectScratch
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.path_locks import TierLocks, locks_of_path
+from tidegate.agent.tiers.path_locks import locks_of_path
 from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
 from tidegate.errors import PathFailed, PathFull
@@ -67,15 +67,15 @@ class ObjectPath:
         self.name = name
         self.settings = settings
         self.counters = PathCounters()
-        self._states: dict[int, _State] = {}
+        self.states: dict[int, _State] = {}
+        """State of the subgroups that are assigned to this path. A subgroup may be assigned before it is written."""
         self._numbers = itertools.count(1)
         """Numbers in keys, so that no key is used twice."""
         self._stored_keys: set[str] = set()
         """Keys of all objects that may exist in the store: `close` deletes them."""
         self._closed = False
-        self._locks: TierLocks | None = None
-        if settings.lock_slots:
-            self._locks = locks_of_path(name, bucket_key(settings), settings.lock_slots)
+        slots = settings.lock_slots
+        self._locks = locks_of_path(name, bucket_key(settings), slots) if slots else None
         client, self._short_client = connect(settings)
         try:
             self._scratch = ObjectScratch(settings, self._short_client, run, rank)
@@ -86,7 +86,7 @@ class ObjectPath:
     @property
     def busy(self) -> bool:
         """Whether a transfer is in progress. Its threads may use the caller's memory until the transfer has ended."""
-        return self._mover.busy
+        return bool(self.counters.under_way)
 
     @property
     def lock_timeouts(self) -> int:
@@ -103,16 +103,8 @@ class ObjectPath:
         """Bytes that are free for more state; None without a limit, because an object store reports no free space."""
         if not self.settings.capacity_bytes:
             return None
-        used = sum(state.data_bytes for state in tuple(self._states.values()))
+        used = sum(state.data_bytes for state in tuple(self.states.values()))
         return max(self.settings.capacity_bytes - used, 0)
-
-    def holds(self, subgroup: int) -> bool:
-        """Whether the subgroup is assigned to this path. It may be assigned before any state of it is written."""
-        return subgroup in self._states
-
-    def is_new(self, subgroup: int) -> bool:
-        """Whether nothing was written to the subgroup's objects yet."""
-        return self._states[subgroup].step < 0
 
     def make(self, kind: StateKind) -> None:
         """Assigns a subgroup to this path, with zeros as state. PathFull when the state does not fit in what
@@ -125,20 +117,16 @@ class ObjectPath:
                 "this path a smaller share in tier_split.",
                 state.data_bytes, free,
             )  # fmt: skip
-        self._states[kind.subgroup] = state
+        self.states[kind.subgroup] = state
 
     def remove(self, subgroup: int) -> None:
         """Removes the subgroup from this path and deletes its objects in the background. Call it when the state is
         stored elsewhere."""
-        self._delete_later(self._states.pop(subgroup).stored)
+        self._delete_later(self.states.pop(subgroup).stored)
 
     def forget(self, subgroup: int) -> None:
         """Resets the subgroup's state to zeros. State that was written before is no longer used."""
-        self._states[subgroup].step = -1
-
-    def step_of(self, subgroup: int) -> int:
-        """Number of the last update whose state was written; -1 before the first."""
-        return self._states[subgroup].step
+        self.states[subgroup].step = -1
 
     def read(self, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
@@ -147,7 +135,7 @@ class ObjectPath:
         begun: callback. It is called when all blocks of this transfer are queued. Transfers that other threads request
             afterwards are queued behind this one.
         """
-        state = self._states[subgroup]
+        state = self.states[subgroup]
         if state.step < 0 or state.stored is None:
             start = time.monotonic()
             fill(address, 0, state.data_bytes)
@@ -159,7 +147,7 @@ class ObjectPath:
     def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Writes the state at `address`, the state after update number `step`. PathFailed when that fails; the state
         written before is then still stored. `begun`: called when all blocks of this transfer are queued."""
-        state = self._states[subgroup]
+        state = self.states[subgroup]
         fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
         stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)
         try:
@@ -215,7 +203,7 @@ class ObjectPath:
                 ) from None  # fmt: skip
             end = time.monotonic()
         moved = Transfer(start, end, state.data_bytes, held.waited_seconds if held is not None else 0.0)
-        return self._mover.count_success(operation, moved)
+        return self.counters.count(operation, moved)
 
     # ---- start and end
 
@@ -249,7 +237,7 @@ class ObjectPath:
             return
         self._closed = True
         self._mover.close()
-        self._states.clear()
+        self.states.clear()
         self._scratch.end()
         try:
             if self._stored_keys:

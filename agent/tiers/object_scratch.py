@@ -15,22 +15,19 @@ object and raises. The limits allow for clocks that differ by 15 minutes, the mo
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Self
+from typing import Final
 
-from tidegate.agent.procfs import boot_id, pid_namespace, start_ticks
+from tidegate.agent.procfs import boot_id, observed_start, pid_namespace
 from tidegate.agent.tiers.object_client import Client, RequestFailed, connect, path_unusable
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.scratch import RANK_NAME, RUN_NAME, SCRATCH_PREFIX
-from tidegate.agent.tiers.scratch_owner import OWNER_FILE, Alive
+from tidegate.agent.tiers.scratch_owner import OWNER_FILE, Alive, Owner, read_owner
 from tidegate.errors import ScratchTaken
 
 log = logging.getLogger("tidegate.tiers")
@@ -45,29 +42,6 @@ OWNER_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectOwner:
-    """Process that a scratch prefix belongs to, as stored in the lease of the prefix, the object `owner.json`."""
-
-    host: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    process_start_ticks: int
-    run: str
-    rank: int
-    created_at: float
-    """Time at which the scratch was created, in Unix seconds."""
-
-    @classmethod
-    def of_this_process(cls, run: str, rank: int) -> Self:
-        """Creates the owner record of the calling process, for its lease."""
-        return cls(
-            host=socket.gethostname(), boot_id=boot_id(), pid_namespace=pid_namespace(), pid=os.getpid(),
-            process_start_ticks=start_ticks(os.getpid()), run=run, rank=rank, created_at=time.time(),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class ObjectLeftover:
     """Scratch prefix of one rank that a search under a storage path has found. `alive`: whether the rank still runs."""
 
@@ -77,7 +51,7 @@ class ObjectLeftover:
     rank: int
     nbytes: int
     age_seconds: float
-    owner: ObjectOwner | None
+    owner: Owner | None
     """Process that the prefix belongs to; None when the lease is missing or damaged."""
     alive: Alive
     settings: ObjectSettings = field(repr=False)
@@ -97,7 +71,7 @@ class ObjectScratch:
             )
         self.folder = f"{SCRATCH_PREFIX}{run}/rank{rank}"
         self.url = f"{settings.url.rstrip('/')}/{self.folder}"
-        self.owner = ObjectOwner.of_this_process(run, rank)
+        self.owner = Owner.of_this_process(run, rank)
         self._client = client
         self._ended = threading.Event()
         self._renew()
@@ -106,7 +80,7 @@ class ObjectScratch:
 
     def _renew(self) -> None:
         """Writes the lease, which also resets its age to 0."""
-        self._client.put(f"{self.folder}/{OWNER_FILE}", json.dumps(asdict(self.owner), indent=1).encode())
+        self._client.put(f"{self.folder}/{OWNER_FILE}", self.owner.to_json())
 
     def _renew_repeatedly(self) -> None:
         """Renews the lease every LEASE_SECONDS until `end`; failures are logged and tried again."""
@@ -190,47 +164,22 @@ def _inspect(settings: ObjectSettings, client: Client, folder: str) -> ObjectLef
     )  # fmt: skip
 
 
-def _read_owner(client: Client, key: str) -> ObjectOwner | None:
+def _read_owner(client: Client, key: str) -> Owner | None:
     """Reads the owner from a lease; None when the lease is damaged, unreadable or gone."""
     with suppress(RequestFailed):
-        return _parse(bytes(client.get(key, OWNER_BYTES)))
+        return read_owner(bytes(client.get(key, OWNER_BYTES)))
     return None
 
 
-def _parse(text: bytes) -> ObjectOwner | None:
-    """The owner in the JSON of a lease; None when it is damaged."""
-    try:
-        owner = ObjectOwner(**json.loads(text))
-    except (ValueError, TypeError):
-        return None
-    numbers: tuple[Any, ...] = (owner.pid, owner.process_start_ticks, owner.rank, owner.created_at)
-    texts: tuple[Any, ...] = (owner.host, owner.boot_id, owner.pid_namespace, owner.run)
-    sound = all(isinstance(n, int | float) for n in numbers) and all(isinstance(text, str) for text in texts)
-    return owner if sound and owner.pid > 0 else None
-
-
-def _liveness(owner: ObjectOwner | None, lease_age_seconds: float) -> Alive:
+def _liveness(owner: Owner | None, lease_age_seconds: float) -> Alive:
     """Whether the owner is alive: "yes", "no" or "unknown". If the owner's process was started on this machine since
     its last boot, in this namespace of process ids, the process itself is checked. Otherwise the age of the lease
     decides: below ALIVE_SECONDS "yes", above DEAD_SECONDS "no", between them "unknown"."""
     if owner is None:
         return "unknown"
     if (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):
-        return _process_liveness(owner)
+        started = observed_start(owner.pid)
+        return "unknown" if started is None else "yes" if started == owner.process_start_ticks else "no"
     if lease_age_seconds < ALIVE_SECONDS:
         return "yes"
     return "no" if lease_age_seconds > DEAD_SECONDS else "unknown"
-
-
-def _process_liveness(owner: ObjectOwner) -> Alive:
-    """Whether the owner's process is alive. The caller has checked that the process was started on this machine after
-    its last boot, in this namespace of process ids."""
-    try:
-        return "yes" if start_ticks(owner.pid) == owner.process_start_ticks else "no"
-    except OSError:  # no such process, or /proc hides processes of other users
-        with suppress(PermissionError):
-            try:
-                os.kill(owner.pid, 0)
-            except ProcessLookupError:
-                return "no"
-        return "unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
@@ -11,8 +12,8 @@ from urllib.parse import SplitResult, urlsplit
 from tidegate.errors import ConfigError
 from tidegate.knobs.setting_checks import check_number, check_text, check_whole
 
-_LEAST: Final = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0}
-"""Minimum value of each integer setting of `ObjectSettings`, by name."""
+LEAST: Final = {"threads": 1, "block_bytes": 4096, "lock_slots": 0, "capacity_bytes": 0}
+"""Minimum value of each integer setting of every path, by name."""
 
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
@@ -52,10 +53,7 @@ class ObjectSettings:
     retry_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for name, minimum in _LEAST.items():
-            multiple_of = 4096 if name == "block_bytes" else 1
-            number = check_whole(name, getattr(self, name), minimum, of=" of a path", multiple_of=multiple_of)
-            object.__setattr__(self, name, number)
+        check_whole_settings(self, LEAST)
         check_number("timeout_seconds", self.timeout_seconds, above=0.0, of=" of a path")
         check_number("retry_seconds", self.retry_seconds, of=" of a path")
         check_text("url", self.url, "s3://training/tide", of=" of a path")
@@ -115,3 +113,12 @@ def _parse_address(address: str, schemes: tuple[str, ...], wanted: str) -> Split
     if not sound:
         raise ConfigError(f"The address {address!r} is not {wanted}.")
     return parts
+
+
+def check_whole_settings(settings: object, least: Mapping[str, int]) -> None:
+    """Checks the integer settings of a path, and stores them as `int`. `least`: minimum of each, by name. ConfigError
+    for a value that is too low or no whole number."""
+    for name, minimum in least.items():
+        multiple_of = 4096 if name == "block_bytes" else 1
+        number = check_whole(name, getattr(settings, name), minimum, of=" of a path", multiple_of=multiple_of)
+        object.__setattr__(settings, name, number)

@@ -16,16 +16,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
-from tidegate.agent.tiers.disk_space import check_space
 from tidegate.agent.tiers.path_locks import try_lock
 from tidegate.agent.tiers.scratch_owner import (
     OWNER_FILE,
     Alive,
     Owner,
-    is_at,
     lock_owner_file,
     opened_owner_file,
     process_name,
@@ -63,11 +60,11 @@ class Scratch:
         self._fd = owner_fd
 
     @classmethod
-    def create(cls, directory: str | os.PathLike[str], run: str, rank: int, needed_bytes: int = 0) -> Self:
+    def create(cls, directory: str | os.PathLike[str], run: str, rank: int) -> Self:
         """Creates this rank's directory, mode 0700, in `directory`, which must exist; a relative path is made absolute.
 
-        Raises PathUnusable if the directory cannot be created, PathFull if fewer than `needed_bytes` are free, and
-        ScratchTaken if scratch of this run and rank already exists there, even if its process is dead.
+        Raises PathUnusable if the directory cannot be created, and ScratchTaken if scratch of this run and rank already
+        exists there, even if its process is dead.
         """
         if not RUN_NAME.fullmatch(run):
             raise ValueError(
@@ -79,7 +76,6 @@ class Scratch:
         scratch = base / f"{SCRATCH_PREFIX}{run}" / f"rank{rank}"
         try:
             _check_usable(base)
-            check_space(base, needed_bytes)
             _make_directories(scratch)
         except FileExistsError as error:
             raise ScratchTaken(_why_taken(scratch)) from error
@@ -101,14 +97,6 @@ class Scratch:
         finally:
             unlock_owner_file(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
@@ -141,7 +129,9 @@ def remove(leftover: Leftover, force: bool = False) -> None:
         with opened_owner_file(directory) as (fd, owner, alive):
             if alive == "yes" or (alive == "no" and not (fd is not None and try_lock(fd, 0))):
                 raise ScratchTaken(f"{directory} is in use by {process_name(owner)}: end that run first.")
-            if owner != leftover.owner or (fd is not None and not is_at(fd, directory / OWNER_FILE)):
+            if owner != leftover.owner or (
+                fd is not None and not os.path.samestat(os.fstat(fd), (directory / OWNER_FILE).lstat())
+            ):
                 raise ScratchTaken(f"{directory} has changed since it was listed: list it again.")
             if alive == "unknown" and not force:
                 raise ScratchTaken(

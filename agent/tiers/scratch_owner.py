@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
-from tidegate.agent.procfs import boot_id, start_ticks
+from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
+
+from tidegate.agent.procfs import boot_id, pid_namespace, start_ticks
 from tidegate.agent.tiers.path_locks import locked_by_other, try_lock
 
 OWNER_FILE: Final = "owner.json"
@@ -29,20 +31,40 @@ Alive = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Process that a scratch directory belongs to: the content of its owner file."""
+    """Process that a scratch directory, or a scratch prefix in an object store, belongs to: the content of its owner
+    file."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     host: str
     boot_id: str
-    pid: int
+    pid: PositiveInt
     process_start_ticks: int
     """Start time of the process in clock ticks after boot. Together with `pid` it identifies the process."""
     run: str
     rank: int
     created_at: float
     """Time at which the scratch was created, in Unix seconds."""
-    locked: bool
-    """Whether the owner file was locked. False if the file system has no locks: then it is unknown whether the owner is
-    alive."""
+    locked: bool = False
+    """Whether the owner file was locked. False if the file system has no locks, as no object store has: then a lock
+    does not show whether the owner is alive."""
+    pid_namespace: str = ""
+    """Namespace of process ids in which `pid` is valid. Owner files of the version before do not name it."""
+
+    @classmethod
+    def of_this_process(cls, run: str, rank: int, locked: bool = False) -> Self:
+        """Creates the owner record of the calling process."""
+        return cls(
+            host=socket.gethostname(), boot_id=boot_id(), pid=os.getpid(), process_start_ticks=start_ticks(), run=run,
+            rank=rank, created_at=time.time(), locked=locked, pid_namespace=pid_namespace(),
+        )  # fmt: skip
+
+    def to_json(self) -> bytes:
+        """The content of the owner file."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+
+_SCHEMA: Final = TypeAdapter(Owner)
 
 
 _locked_files: dict[tuple[int, int], tuple[int, Owner]] = {}
@@ -57,13 +79,10 @@ def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
     new = scratch / f".{OWNER_FILE}"
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        owner = Owner(
-            host=socket.gethostname(), boot_id=boot_id(), pid=os.getpid(), process_start_ticks=start_ticks(),
-            run=run, rank=rank, created_at=time.time(), locked=_can_lock(fd),
-        )  # fmt: skip
-        os.write(fd, json.dumps(asdict(owner), indent=1).encode())
+        owner = Owner.of_this_process(run, rank, _can_lock(fd))
+        os.write(fd, owner.to_json())
         os.fsync(fd)
-        _locked_files[_inode(os.fstat(fd))] = owner.pid, owner
+        _locked_files[inode_of(os.fstat(fd))] = owner.pid, owner
         new.rename(scratch / OWNER_FILE)
     except OSError:
         unlock_owner_file(fd)
@@ -73,7 +92,7 @@ def lock_owner_file(scratch: Path, run: str, rank: int) -> tuple[Owner, int]:
 
 def unlock_owner_file(fd: int) -> None:
     """Closes the owner file of this process, which releases its lock."""
-    _locked_files.pop(_inode(os.fstat(fd)), None)
+    _locked_files.pop(inode_of(os.fstat(fd)), None)
     os.close(fd)
 
 
@@ -96,14 +115,14 @@ def opened_owner_file(directory: Path) -> Iterator[tuple[int | None, Owner | Non
     if not stat.S_ISDIR(directory.lstat().st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     path = directory / OWNER_FILE
-    inode = _inode(path.lstat()) if path.exists() else None
+    inode = inode_of(path.lstat()) if path.exists() else None
     process, own = _locked_files.get(inode, (0, None)) if inode else (0, None)
     if inode is None or process == os.getpid():
         yield None, own, "yes" if own else "unknown"
         return
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        owner = _parse(os.read(fd, 1 << 16))
+        owner = read_owner(os.read(fd, 1 << 16))
         yield fd, owner, _liveness(fd, owner)
     finally:
         os.close(fd)
@@ -128,17 +147,12 @@ def _liveness(fd: int, owner: Owner | None) -> Alive:
     return "no" if owner.host == socket.gethostname() and on_disk else "unknown"
 
 
-def _parse(text: bytes) -> Owner | None:
-    """Owner from the JSON of an owner file; None when it is damaged."""
+def read_owner(text: bytes) -> Owner | None:
+    """Reads the content of an owner file; None when it is no owner."""
     try:
-        values = json.loads(text)
-        owner = Owner(**values)
-    except (ValueError, TypeError):
+        return _SCHEMA.validate_json(text)
+    except ValidationError:
         return None
-    numbers = (owner.pid, owner.process_start_ticks, owner.rank, owner.created_at)
-    texts = (owner.host, owner.boot_id, owner.run)
-    sound = all(isinstance(n, int | float) for n in numbers) and all(isinstance(text, str) for text in texts)
-    return owner if sound else None
 
 
 def process_name(owner: Owner | None) -> str:
@@ -146,11 +160,6 @@ def process_name(owner: Owner | None) -> str:
     return "an unknown process" if owner is None else f"process {owner.pid} on {owner.host}"
 
 
-def is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the file at `path`."""
-    return _inode(os.fstat(fd)) == _inode(path.lstat())
-
-
-def _inode(status: os.stat_result) -> tuple[int, int]:
+def inode_of(status: os.stat_result) -> tuple[int, int]:
     """Device and inode number: they identify a file."""
     return status.st_dev, status.st_ino

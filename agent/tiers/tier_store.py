@@ -94,7 +94,7 @@ class TierStore:
             return 0
         # A subgroup that is assigned to the path but has no file there (it is in the host cache, or new) needs space
         # like any other.
-        files = sum(where == name and self.paths[name].holds(s) for s, where in tuple(held.items()))
+        files = sum(where == name and s in self.paths[name].states for s, where in tuple(held.items()))
         return files if name in self._full else files + room // largest
 
     def _file_bytes(self, path: str, kind: StateKind) -> int:
@@ -116,7 +116,7 @@ class TierStore:
         PathFull or PathUnusable when the file cannot be created. `capacity` then reports less for this path, so that
         the caller can assign the subgroups again.
         """
-        if self.paths[path].holds(subgroup):
+        if subgroup in self.paths[path].states:
             return
         try:
             self.paths[path].make(self._kinds[subgroup])
@@ -136,7 +136,7 @@ class TierStore:
                 self._remove_copy(subgroup, name)
 
     def _remove_copy(self, subgroup: int, path: str) -> None:
-        if self.paths[path].holds(subgroup):
+        if subgroup in self.paths[path].states:
             self.paths[path].remove(subgroup)
             self._full.discard(path)
 
@@ -146,16 +146,8 @@ class TierStore:
         for name, path in self.paths.items():
             if name in self.retired:
                 self._remove_copy(subgroup, name)
-            elif path.holds(subgroup):
+            elif subgroup in path.states:
                 path.forget(subgroup)
-
-    def is_new(self, path: str, subgroup: int) -> bool:
-        """Whether no state of the subgroup was written to `path` yet. A fetch then gives zeros."""
-        return self.paths[path].is_new(subgroup)
-
-    def nbytes(self, subgroup: int) -> int:
-        """Bytes of the subgroup's state, without padding."""
-        return self._kinds[subgroup].data_bytes
 
     def fetch(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
         """Reads the subgroup's state into memory at `address`. StateLost when it cannot be read: there is no other
@@ -165,7 +157,7 @@ class TierStore:
         except (PathFailed, BlockDamaged, DataTruncated) as error:
             if isinstance(error, PathFailed):
                 self.retire(path, error)
-            step = self.paths[path].step_of(subgroup)
+            step = self.paths[path].states[subgroup].step
             raise StateLost(error, path, subgroup, step, self.last_checkpoint) from error
 
     def flush(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
@@ -230,7 +222,7 @@ class TierStore:
         """Untried paths with enough free space for a subgroup, most free space first."""
         room = {name: self._free_bytes(name) for name in self.paths if name not in self.retired and name not in tried}
         kind = self._kinds[subgroup]
-        fit = [n for n in room if self.paths[n].holds(subgroup) or room[n] >= self._file_bytes(n, kind)]
+        fit = [n for n in room if subgroup in self.paths[n].states or room[n] >= self._file_bytes(n, kind)]
         return sorted(fit, key=lambda name: -room[name])
 
     def _free_bytes(self, path: str) -> int:

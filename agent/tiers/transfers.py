@@ -1,25 +1,47 @@
-"""Transfers of one storage path: a record of each, and counters."""
+"""Transfers of one storage path: running one, a record of each, and counters."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from tidegate.agent.devices.base import DoneEvent
+from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.kernels import IoTicket
 
 Operation = Literal["read", "write"]
 
+POLL_SECONDS: Final = 1.0
+"""Interval at which a thread that waits for a transfer handles signals."""
 MAX_MOVES: Final = 10_000
 """Maximum number of recent transfers that are kept for telemetry. Older ones are dropped if nothing reads them."""
 
 
 def no_op() -> None:
     """Does nothing: the default of callbacks."""
+
+
+def run_transfer(begin: Callable[[], IoTicket], begun: Callable[[], None] = no_op) -> IoTicket:
+    """Starts a transfer with `begin`, calls `begun`, waits for the end of the transfer and returns its ticket. If an
+    exception interrupts the wait, it is raised only after the threads have stopped using the file and the memory, so
+    that the caller can close and free them."""
+    with DelayInterrupt():  # outside a lane
+        ticket = begin()
+        try:
+            begun()
+            while not ticket.wait(POLL_SECONDS):
+                pass  # lets Python handle signals
+        except BaseException:  # a second Ctrl-C, or what another handler raises
+            ticket.cancel()
+            while not ticket.wait(POLL_SECONDS):
+                pass
+            raise
+    return ticket
 
 
 @dataclass(frozen=True, slots=True)

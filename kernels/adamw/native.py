@@ -13,14 +13,3 @@ def update(pool: ThreadPool, run: Update) -> None:
         pool._native, run.numel, run.weight, run.weight_format, run.aux, exp_avg, exp_avg_sq, run.grad, run.grad_dtype,
         run.scalars.arithmetic, *run.scalars.as_tuple(),
     )  # fmt: skip
-
-
-def stream_like(pool: ThreadPool, run: Update) -> None:
-    """Memory bandwidth benchmark: reads and writes the same memory as `update`, without arithmetic.
-
-    The values do not change. Its time is the lower limit that the memory of this machine sets for the update.
-    """
-    exp_avg, exp_avg_sq = run.tensors
-    _native.stream_like(
-        pool._native, run.numel, run.weight, run.weight_format, run.aux, exp_avg, exp_avg_sq, run.grad, run.grad_dtype
-    )

@@ -1,9 +1,9 @@
-"""Interfaces (protocols) of the GPU kernels (`GpuKernels`) and of their arguments (`Update`, `Gradient`). Arguments
-describe arrays on the device by address. The agent has the classes that implement `Update` and `Gradient`."""
+"""Interface (protocol) of the GPU kernels, and its arguments: they describe arrays on the device by address."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,38 +11,30 @@ import torch
 from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 
 
-class Update(Protocol):
-    """One update of `numel` elements. All addresses are on the same device. aux: for a 16-bit weight, the address of
-    its fp32 master, or of the int16 remainder that together with a bf16 weight gives the master; 0 for fp32 weights.
-    tensors: the addresses of the rule's state tensors. scalars: what the rule's implementation has made."""
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Update of `numel` consecutive parameters with the same `scalars` (learning rate and so on), which the rule's
+    implementation has made. `weight`, `aux`, `tensors` (the rule's state tensors) and `grad` are addresses on the same
+    device. `aux`: for a 16-bit weight, the fp32 master, or the int16 remainder that together with a bf16 weight gives
+    the master; 0 for fp32 weights."""
 
-    @property
-    def numel(self) -> int: ...
-    @property
-    def weight(self) -> int: ...
-    @property
-    def weight_format(self) -> WeightFormat: ...
-    @property
-    def aux(self) -> int: ...
-    @property
-    def tensors(self) -> tuple[int, ...]: ...
-    @property
-    def grad(self) -> int: ...
-    @property
-    def grad_dtype(self) -> GradDtype: ...
-    @property
-    def scalars(self) -> Any: ...
+    numel: int
+    weight: int
+    weight_format: WeightFormat
+    aux: int
+    tensors: tuple[int, ...]
+    grad: int
+    grad_dtype: GradDtype
+    scalars: Any
 
 
-class Gradient(Protocol):
-    """The gradient of one parameter, on the device."""
+@dataclass(frozen=True, slots=True)
+class GradRef:
+    """Location of one parameter's gradient on the device."""
 
-    @property
-    def address(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def dtype(self) -> GradDtype: ...
+    address: int
+    numel: int
+    dtype: GradDtype
 
 
 class GpuKernels(Protocol):
@@ -51,4 +43,4 @@ class GpuKernels(Protocol):
 
     def update(self, runs: Sequence[Update]) -> None: ...
 
-    def sum_of_squares(self, refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None: ...
+    def sum_of_squares(self, refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None: ...

@@ -56,23 +56,6 @@ def load_gradient(grad: Array, dtype: GradDtype) -> F32:
         return from_bf16(grad) if dtype is GradDtype.BF16 else grad.astype(np.float32)
 
 
-def accumulate(sums: Array, sum_dtype: GradDtype, grad: Array, dtype: GradDtype) -> None:
-    """Adds a gradient to `sums` in place: one fp32 addition, then one rounding (ties to even) to the dtype of
-    `sums`."""
-    with np.errstate(all="ignore"):
-        added: F32 = load_gradient(sums, sum_dtype) + load_gradient(grad, dtype)
-        sums[:] = bf16_nearest_even(added) if sum_dtype is GradDtype.BF16 else added.astype(sums.dtype)
-
-
-def bf16_nearest_even(values: F32) -> U16:
-    """The nearest bf16, ties to even, as torch rounds. It is used for sums of gradients; bf16 weights are rounded with
-    ties away from zero."""
-    bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded: U16 = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-    return rounded
-
-
 def load_weight(weight: Array, weight_format: WeightFormat, aux: Array | None) -> F32:
     """The fp32 values of a weight. They are `weight` itself for fp32, weight and remainder together for
     BF16_REMAINDER, and otherwise `aux`."""

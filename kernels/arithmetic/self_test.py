@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from tidegate.kernels.arithmetic import oracle
-from tidegate.kernels.arithmetic.device_calls import GpuKernels
+from tidegate.kernels.arithmetic.device_calls import GpuKernels, GradRef, Update
 from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 from tidegate.kernels.arithmetic.implementation import TritonUpdate
 
@@ -28,30 +27,6 @@ USUAL_GRADS = {
 OTHER_GRADS = {weight: GradDtype.BF16 if weight is WeightFormat.F32 else GradDtype.F32 for weight in WeightFormat}
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class TrialUpdate:
-    """The arguments of one update of the self-test: arrays by address, their formats and the scalars. It implements the
-    protocol `Update`."""
-
-    numel: int
-    weight: int
-    weight_format: WeightFormat
-    aux: int
-    tensors: tuple[int, ...]
-    grad: int
-    grad_dtype: GradDtype
-    scalars: Any
-
-
-@dataclass(frozen=True)
-class TrialGradient:
-    """A gradient of the self-test: address, number of elements and dtype. It implements the protocol `Gradient`."""
-
-    address: int
-    numel: int
-    dtype: GradDtype
 
 
 def differences(kernels: GpuKernels, device: torch.device, update: TritonUpdate) -> list[str]:
@@ -91,7 +66,7 @@ def _updates(
     arrays = (weight, aux, _as_grad(grad, grad_dtype), *state)
     tensors = [None if array is None else _on_device(array, device, is_usual) for array in arrays]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    kernels.update([TrialUpdate(NUMEL, at[0], form, at[1], tuple(at[3:]), at[2], grad_dtype, values)])
+    kernels.update([Update(NUMEL, at[0], form, at[1], tuple(at[3:]), at[2], grad_dtype, values)])
     update.oracle(weight, form, aux, state, arrays[2], grad_dtype, values)
     return all(
         tensor is None or array is None or np.array_equal(tensor.cpu().numpy(), array.view(np.uint8))
@@ -105,7 +80,7 @@ def _wrong_sums(kernels: GpuKernels, device: torch.device) -> Iterator[str]:
     numbers[7] = np.inf
     grads = [_as_grad(numbers, dtype) for dtype in GradDtype]
     tensors = [_on_device(grad, device) for grad in grads]
-    refs = [TrialGradient(t.data_ptr(), NUMEL, dtype) for t, dtype in zip(tensors, GradDtype, strict=True)]
+    refs = [GradRef(t.data_ptr(), NUMEL, dtype) for t, dtype in zip(tensors, GradDtype, strict=True)]
     sums = torch.empty(len(refs), dtype=torch.float64, device=device)
     bad = torch.empty(len(refs), dtype=torch.int64, device=device)
     kernels.sum_of_squares(refs, sums, bad)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tidegate.kernels.arithmetic.device_calls import Gradient, Update
+from tidegate.kernels.arithmetic.device_calls import GradRef, Update
 from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 
 CHUNK_NUMEL = 1 << 22
@@ -69,7 +69,7 @@ class TorchKernels:
         elif run.weight_format is WeightFormat.BF16_MASTER:
             at(run.weight, torch.int16).copy_(_bf16_of(_tamed_bits(master)))
 
-    def sum_of_squares(self, refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
+    def sum_of_squares(self, refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
         """Enqueues, for each gradient, the fp64 sum of squares of its finite elements, and the number of non-finite
         ones.
 
@@ -91,13 +91,13 @@ def wrap(address: int, numel: int, dtype: torch.dtype, device_type: str) -> torc
     """The `numel` elements at `address` as a tensor that does not own its memory; the memory must outlive the
     tensor."""
     if device_type == "cuda":
-        return torch.as_tensor(_CudaMemory(address, numel * dtype.itemsize), device="cuda").view(dtype)
+        return torch.as_tensor(CudaMemory(address, numel * dtype.itemsize), device="cuda").view(dtype)
     if device_type != "cpu":
         raise ValueError(f"device_type is {device_type!r}, must be 'cpu' or 'cuda'")
     return torch.frombuffer((ctypes.c_byte * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
-class _CudaMemory:
+class CudaMemory:
     """Bytes on a GPU with the CUDA array interface, from which torch makes a tensor."""
 
     def __init__(self, address: int, nbytes: int) -> None:

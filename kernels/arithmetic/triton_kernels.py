@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidegate.kernels.arithmetic.device_calls import Gradient
+from tidegate.kernels.arithmetic.device_calls import GradRef
 from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 from tidegate.kernels.arithmetic.oracle import BLOCK_NUMEL, NUM_ACCUMULATORS
 
@@ -43,7 +43,7 @@ LEAVES = 1024
 a parameter may have up to LEAVES² blocks (69 · 10⁹ elements)."""
 
 
-def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
+def sum_of_squares(refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
     """Enqueues, for each gradient, the fp64 sum of squares of its finite elements, and the number of non-finite ones.
 
     out_sums, out_bad: contiguous fp64 and int64 tensors on the device, one element for each of `refs`.
@@ -73,7 +73,7 @@ def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: to
     )  # fmt: skip
 
 
-def _block_table(refs: Sequence[Gradient]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _block_table(refs: Sequence[GradRef]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """A table with the addresses of all blocks, followed by the number of elements of each block."""
     firsts = [np.arange(0, ref.numel, BLOCK_NUMEL, dtype=np.int64) for ref in refs]
     addresses = [ref.address + first * ref.dtype.nbytes for ref, first in zip(refs, firsts, strict=True)]

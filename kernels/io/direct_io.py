@@ -41,10 +41,6 @@ class IoPool:
     def __init__(self, threads: int) -> None:
         self._native = _native.IoPool(threads)
 
-    @property
-    def num_threads(self) -> int:
-        return self._native.num_threads
-
     def read(
         self,
         fd: int,

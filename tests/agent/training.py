@@ -194,7 +194,7 @@ class Training:
         move = getattr(path, operation)
 
         def noted(subgroup: int, *more: int) -> Transfer:
-            begins_with_zeros = operation == "read" and path.is_new(subgroup)
+            begins_with_zeros = operation == "read" and path.states[subgroup].step < 0
             moved: Transfer = move(subgroup, *more)
             if not begins_with_zeros:
                 self.outside.copies.append((lane, pages[subgroup], moved.start, moved.end))

@@ -42,7 +42,7 @@ def test_close_ends_the_threads(num_threads: int) -> None:
     pool.close()
     assert workers() == []
     assert total(pool) == expected, "a closed pool works on the calling thread"
-    assert pool.num_threads == num_threads
+    assert pool._native.num_threads == num_threads
 
 
 def test_a_pool_that_nobody_holds_ends_its_threads() -> None:

@@ -12,12 +12,13 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from tidegate import rules
 from tidegate.errors import ConfigError
 
-DTYPE_BYTES: Final[Mapping[str, int]] = {
+Dtype = Literal["float32", "bfloat16", "float16", "int16", "uint16", "int8", "uint8"]
+DTYPE_BYTES: Final[Mapping[Dtype, int]] = {
     "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
 """Bytes of an element, by dtype. The names are torch's."""
@@ -32,7 +33,7 @@ class StateTensor:
     """One array of state, with an element for each parameter."""
 
     name: str
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """A key of `DTYPE_BYTES`."""
 
     @property

@@ -23,7 +23,7 @@ from tidegate.agent.checkpoints import background as draining
 from tidegate.agent.checkpoints import writer
 from tidegate.agent.checkpoints.background import PendingCheckpoint
 from tidegate.agent.checkpoints.discovery import find_checkpoints
-from tidegate.agent.checkpoints.snapshot import StateInFile
+from tidegate.agent.tiers.state_reads import HeldFile
 from tidegate.errors import BlockDamaged, CheckpointFailed, ConfigError, EngineError, WeightsMismatch
 
 
@@ -361,8 +361,8 @@ def test_a_held_block_that_is_damaged_is_found(
     with Run(**both(disk, memory)) as run:
         run.steps(0, 2)
         pending = run.optimizer.begin_checkpoint(tmp_path / "saved")
-        state = next(state for state, _ in pending._part.pending if isinstance(state, StateInFile))
-        os.pwrite(os.open(state.held.name, os.O_WRONLY), b"\xff" * 16, 5000)
+        state = next(state for state, _ in pending._part.pending if isinstance(state, HeldFile))
+        os.pwrite(os.open(state.name, os.O_WRONLY), b"\xff" * 16, 5000)
         run.steps(2, 2)
         valve.open.set()
         with pytest.raises(CheckpointFailed, match="damaged block") as caught:

@@ -88,7 +88,7 @@ def test_scratch_goes_and_the_checkpoint_stays(tmp_path: Path, disk: Path, memor
         (_, *_) = disk.iterdir()
     assert list(disk.iterdir()) == [] == list(memory.iterdir())
     assert set(links(made)) == {1}
-    header = read_header(made.folder / "000000.tide")
+    header = read_header(made, 0)
     assert header.step == 2
 
 

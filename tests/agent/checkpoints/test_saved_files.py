@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import zlib
@@ -45,7 +44,6 @@ def load(checkpoint: tidegate.Checkpoint) -> tidegate.Checkpoint:
 
 
 def test_what_was_written_is_known_by_size_and_checksum(saved: tidegate.Checkpoint) -> None:
-    assert saved.manifest.files is not None
     assert [(file.file, file.nbytes) for file in saved.manifest.files] == [
         ("empty", 0),
         ("model.pt", (saved.folder / "model.pt").stat().st_size),
@@ -93,42 +91,19 @@ def test_in_the_background_too(tmp_path: Path) -> None:
     with Run() as run:
         run.steps(0, 1)
         made = run.optimizer.begin_checkpoint(tmp_path, save_also=write_some).result()
-    assert [file.file for file in made.manifest.files or ()] == ["empty", "model.pt", "more/deep/random.bin"]
+    assert [file.file for file in made.manifest.files] == ["empty", "model.pt", "more/deep/random.bin"]
     flip(made.folder / "model.pt", 500)
     with pytest.raises(FileDamaged):
         load(made)
 
 
-def as_version_1(checkpoint: tidegate.Checkpoint) -> None:
-    """As Tidegate wrote it before files had checksums."""
-    path = checkpoint.directory / "rank0.json"
-    values = json.loads(path.read_bytes())["checkpoint"]
-    del values["files"], values["tensors"]
-    values["version"] = 1
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": values}, indent=1))
-
-
-def test_checkpoints_of_before_still_load_and_that_is_said_once(
-    saved: tidegate.Checkpoint, caplog: pytest.LogCaptureFixture
-) -> None:
-    as_version_1(saved)
-    caplog.set_level(logging.WARNING, "tidegate")
-    assert load(saved).manifest.files is None
-    assert load(saved).step == 1
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "model.pt" in said
-    assert "without checksums" in said
-
-
-def test_a_manifest_of_before_has_no_place_for_files(saved: tidegate.Checkpoint) -> None:
-    """Else a flipped digit of the version would switch the checks off."""
+def test_a_manifest_names_the_files(saved: tidegate.Checkpoint) -> None:
+    """Else nothing would tell that they are not checked."""
     path = saved.directory / "rank0.json"
     values = json.loads(path.read_bytes())["checkpoint"]
-    for version, files in ((1, values["files"]), (2, None)):
-        changed = {**values, "version": version, "files": files}
-        if files is None:
-            del changed["files"]
+    del values["files"]
+    for version in (2, 3):
+        changed = {**values, "version": version}
         text = json.dumps(changed, sort_keys=True, separators=(",", ":"))
         outer = {"crc32": zlib.crc32(text.encode()), "checkpoint": changed}
         with pytest.raises(ManifestDamaged, match="files"):

@@ -114,11 +114,11 @@ def watched(fake: FakeCuda) -> Iterator[None]:
             yield arrays
 
     def watched_fetch(store: TierStore, path: str, subgroup: int, address: int, *begun: Callable[[], None]) -> Transfer:
-        fake.host_access(address, store.nbytes(subgroup), True, "a fetch")
+        fake.host_access(address, store._kinds[subgroup].data_bytes, True, "a fetch")
         return fetch(store, path, subgroup, address, *begun)
 
     def watched_flush(store: TierStore, path: str, subgroup: int, address: int, *begun: Callable[[], None]) -> Transfer:
-        fake.host_access(address, store.nbytes(subgroup), False, "a flush")
+        fake.host_access(address, store._kinds[subgroup].data_bytes, False, "a flush")
         return flush(store, path, subgroup, address, *begun)
 
     def flat_on_device(tensor: torch.Tensor) -> OnDevice:

@@ -26,7 +26,7 @@ from tidegate.kernels import implementation
 from tidegate.kernels.adamw import TRITON
 from tidegate.kernels.adamw.scalars import Arithmetic
 from tidegate.kernels.arithmetic import oracle, self_test, torch_kernels
-from tidegate.kernels.arithmetic.device_calls import GpuKernels, Gradient, Update
+from tidegate.kernels.arithmetic.device_calls import GpuKernels, GradRef, Update
 
 CPU = torch.device("cpu")
 ADAMW = implementation("adamw")
@@ -47,7 +47,7 @@ class Exact:
             by_oracle(State(weight, aux, *moments, grad), run.weight_format, run.grad_dtype, run.scalars)
 
     @staticmethod
-    def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
+    def sum_of_squares(refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
         for i, ref in enumerate(refs):
             elements = _view(ref.address, ref.numel, ref.dtype.name)
             out_sums[i], out_bad[i] = oracle.sum_of_squares(elements, ref.dtype)
@@ -274,7 +274,7 @@ def test_kernels_that_run_are_taken_in_silence(
 def test_a_sum_in_another_order_is_told() -> None:
     class Backwards(Exact):
         @staticmethod
-        def sum_of_squares(refs: Sequence[Gradient], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
+        def sum_of_squares(refs: Sequence[GradRef], out_sums: torch.Tensor, out_bad: torch.Tensor) -> None:
             Exact.sum_of_squares(refs, out_sums, out_bad)
             out_bad[1] += 1
 

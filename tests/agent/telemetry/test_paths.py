@@ -24,9 +24,9 @@ from tests.agent.engine.test_exactness import FAST
 from tests.agent.optimizer.test_optimizer import params_of, run_steps
 from tests.agent.training import Training, batch
 from tests.services import program, until
-from tidegate.agent.checkpoints import snapshot
 from tidegate.agent.telemetry import paths as path_telemetry
 from tidegate.agent.telemetry.paths import MIN_WRITE_RATE_SECONDS, WRITE_RATE_WINDOW_SECONDS, WriteRate
+from tidegate.agent.tiers import state_reads
 from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.errors import ConfigError
@@ -210,14 +210,14 @@ def test_what_a_checkpoint_reads_in_the_background_is_no_read_of_a_subgroups_sta
 ) -> None:
     """Its bytes are counted, and the read that is under way is seen; but how long state takes, pieces do not say."""
     under_way: list[list[str]] = []
-    tried = snapshot._retried
+    tried = state_reads._retried
 
     def watched(begin: Any) -> Any:
         paths = store.paths.values()
         under_way.append([operation for path in paths for operation, _ in tuple(path.counters.under_way.values())])
         return tried(begin)
 
-    monkeypatch.setattr(snapshot, "_retried", watched)
+    monkeypatch.setattr(state_reads, "_retried", watched)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as elsewhere:  # nothing can be linked
         made = training(Path(elsewhere), host_cache=0)
         with made.optimizer as optimizer:

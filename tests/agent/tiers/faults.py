@@ -167,7 +167,7 @@ def state_file(pair: Pair, name: str, subgroup: int | None = None) -> Path:
     """The file of a subgroup on a path; of any that lives there when none is named."""
     residence = pair.optimizer.engine.memory.residence
     chosen = residence.index(name) if subgroup is None else subgroup
-    return Path(store_of(pair.optimizer).paths[name]._files[chosen].name)
+    return Path(store_of(pair.optimizer).paths[name].states[chosen].name)
 
 
 def flip_bit(file: Path, at: int = 3 * 4096 + 17) -> None:

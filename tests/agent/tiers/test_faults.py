@@ -131,7 +131,7 @@ def test_a_path_that_was_full_takes_state_again_when_some_has_left_it(tmp_path: 
     with training(paths, tier_split="bad:1,good:1") as pair:
         train(pair, 0)
         store = store_of(pair.optimizer)
-        held = dict.fromkeys(store.paths[GOOD]._files, GOOD)
+        held = dict.fromkeys(store.paths[GOOD].states, GOOD)
         assert store.capacity(held)[GOOD] > len(held)
         store._full.add(GOOD)
         assert store.capacity(held)[GOOD] == len(held)
@@ -148,7 +148,7 @@ def test_state_that_is_read_from_a_retired_path_leaves_it_with_the_next_flush(tm
         train(pair, 3, 4)
         assert lives(pair) == {GOOD, "host"}
         residence = pair.optimizer.engine.memory.residence
-        assert all(residence[i] == "host" for i in store_of(pair.optimizer).paths[BAD]._files)
+        assert all(residence[i] == "host" for i in store_of(pair.optimizer).paths[BAD].states)
         pair.assert_same_state()
 
 

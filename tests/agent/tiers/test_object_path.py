@@ -105,7 +105,7 @@ def test_what_is_written_is_read(server: S3Server, numel: int, block: int, threa
         assert not read(path, nbytes, 7).any()
         for step in range(1, steps + 1):
             sent = written(path, step, nbytes, 7)
-            assert path.step_of(7) == step
+            assert path.states[7].step == step
             assert np.array_equal(sent, read(path, nbytes, 7))
         assert path.counters.bytes == {"read": steps * len(sent), "write": steps * len(sent)}
         assert not path.counters.errors["read"] + path.counters.errors["write"]
@@ -137,7 +137,7 @@ def test_a_flush_that_fails_leaves_the_one_before(server: S3Server, front: Gate)
         with pytest.raises(PathFailed, match=r"write the state of subgroup 0 after step 2.*403 Forbidden") as failed:
             written(path, 2)
         assert (failed.value.path, failed.value.subgroup, failed.value.errno) == ("store", 0, errno.EACCES)
-        assert path.step_of(0) == 1
+        assert path.states[0].step == 1
         assert np.array_equal(first, read(path))
     assert server.keys("half") == []
 

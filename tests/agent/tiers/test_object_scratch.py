@@ -24,11 +24,11 @@ from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_scratch import (
     ALIVE_SECONDS,
     DEAD_SECONDS,
-    ObjectOwner,
     _liveness,
     find_object_leftovers,
     remove_objects,
 )
+from tidegate.agent.tiers.scratch_owner import Owner
 from tidegate.errors import PathUnusable, ScratchTaken
 
 TRAINER = """
@@ -110,7 +110,7 @@ def test_the_doctor_names_a_store_that_it_cannot_list(server: S3Server, tmp_path
     assert (code, "is not s3://bucket/prefix" in said) == (2, True), said
 
 
-ME = ObjectOwner.of_this_process("run", 0)
+ME = Owner.of_this_process("run", 0)
 ELSEWHERE = replace(ME, boot_id="another", host="another")
 CONTAINER = replace(ME, pid_namespace="pid:[1]")
 
@@ -131,7 +131,7 @@ CONTAINER = replace(ME, pid_namespace="pid:[1]")
         (None, 10 * DEAD_SECONDS, "unknown"),
     ],
 )
-def test_who_is_alive(owner: ObjectOwner | None, lease_age: float, alive: str) -> None:
+def test_who_is_alive(owner: Owner | None, lease_age: float, alive: str) -> None:
     assert _liveness(owner, lease_age) == alive
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ import pytest
 from tests.agent.tiers.trainer import trainer
 from tidegate.agent.tiers import scratch as scratch_module
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
-from tidegate.agent.tiers.object_scratch import ObjectOwner
 from tidegate.agent.tiers.path_locks import locked_by_other
 from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, remove
+from tidegate.agent.tiers.scratch_owner import Owner
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -49,7 +50,7 @@ def edit_owner(leftover: Leftover, **changes: Any) -> Leftover:
 
 
 def test_a_rank_has_a_private_directory_while_it_lives(tmp_path: Path) -> None:
-    with Scratch.create(tmp_path, "llama-7b", 2) as scratch:
+    with closing(Scratch.create(tmp_path, "llama-7b", 2)) as scratch:
         assert scratch.directory == tmp_path / "tidegate-llama-7b" / "rank2"
         assert scratch.directory.stat().st_mode & 0o777 == 0o700
         assert scratch.directory.parent.stat().st_mode & 0o777 == 0o700
@@ -97,7 +98,7 @@ def test_scratch_that_cannot_be_removed_is_dead(tmp_path: Path, monkeypatch: pyt
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with Scratch.create("elsewhere/../elsewhere", "run", 0) as scratch:
+    with closing(Scratch.create("elsewhere/../elsewhere", "run", 0)) as scratch:
         monkeypatch.chdir("/")
         assert scratch.directory == tmp_path / "elsewhere" / "tidegate-run" / "rank0"
     assert os.listdir(tmp_path / "elsewhere") == []
@@ -108,9 +109,9 @@ def test_the_name_of_the_program_may_have_any_bytes(tmp_path: Path) -> None:
     before = name.read_bytes()
     name.write_bytes(b"a \xff) 1 2")
     try:
-        with Scratch.create(tmp_path, "run", 0) as scratch:
+        with closing(Scratch.create(tmp_path, "run", 0)) as scratch:
             assert scratch.owner.process_start_ticks > 0
-            assert ObjectOwner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
+            assert Owner.of_this_process("run", 0).process_start_ticks == scratch.owner.process_start_ticks
     finally:
         name.write_bytes(before.strip())
 
@@ -127,7 +128,7 @@ def test_live_scratch_is_seen_and_never_removed(tmp_path: Path) -> None:
                 remove(found, force=force)
         with pytest.raises(ScratchTaken, match="in use by process"):
             Scratch.create(tmp_path, "llama", 0)
-        with Scratch.create(tmp_path, "llama", 1):
+        with closing(Scratch.create(tmp_path, "llama", 1)):
             assert [leftover.alive for leftover in find_leftovers(tmp_path)] == ["yes", "yes"]
             assert other.look(tmp_path) == ["yes", "yes"]
         assert (found.directory / "state").stat().st_size == 100_000
@@ -136,7 +137,7 @@ def test_live_scratch_is_seen_and_never_removed(tmp_path: Path) -> None:
 
 
 def test_looking_at_ones_own_scratch_does_not_drop_its_lock(tmp_path: Path) -> None:
-    with trainer(tmp_path, "other") as other, Scratch.create(tmp_path, "own", 0):
+    with trainer(tmp_path, "other") as other, closing(Scratch.create(tmp_path, "own", 0)):
         for _ in range(2):
             assert [(found.run, found.alive) for found in find_leftovers(tmp_path)] == [
                 ("other", "yes"),
@@ -269,7 +270,7 @@ def test_two_who_remove_at_once_do_not_disturb_each_other(dead: Leftover) -> Non
 
 
 def test_a_forked_child_leaves_its_parents_scratch_alone(tmp_path: Path) -> None:
-    with Scratch.create(tmp_path, "run", 0) as scratch:
+    with closing(Scratch.create(tmp_path, "run", 0)) as scratch:
         context = mp.get_context("fork")
         ours, theirs = context.Pipe()
 
@@ -351,14 +352,6 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, prepare: Cal
 def test_a_missing_directory_has_no_leftovers_to_look_for(tmp_path: Path) -> None:
     with pytest.raises(PathUnusable, match="does not exist"):
         find_leftovers(tmp_path / "nowhere")
-
-
-def test_too_little_space_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(PathFull, match=r"are free\. Remove scratch of dead runs") as caught:
-        Scratch.create(tmp_path, "run", 0, needed_bytes=1 << 60)
-    assert caught.value.needed_bytes == 1 << 60
-    assert 0 < caught.value.free_bytes < 1 << 60
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(("run", "rank"), [("", 0), ("../up", 0), (".hidden", 0), ("a" * 65, 0), ("a", -1)])
@@ -460,10 +453,10 @@ def test_a_full_file_system_is_said_with_its_figures(tmp_path: Path) -> None:
         tmp_path,
         "size=1m",
         """
-        with pytest.raises(PathFull, match="2,000,000 bytes more, 1,048,576 are free"):
-            Scratch.create(base, "run", 0, needed_bytes=2_000_000)
-        scratch = Scratch.create(base, "run", 0, needed_bytes=500_000)
+        scratch = Scratch.create(base, "run", 0)
         fd = os.open(scratch.directory / "state", os.O_RDWR | os.O_CREAT)
+        with pytest.raises(PathFull, match="2,000,000 bytes more, 1,044,480 are free"):
+            reserve(fd, 2_000_000)
         assert reserve(fd, 500_000)
         free = free_bytes(base)
         with pytest.raises(PathFull, match="No space left") as caught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def trainer(directory: Path, run: str = "llama", rank: int = 0) -> Iterator[Trai
 
 
 def _train(pipe: Connection, directory: Path, run: str, rank: int) -> None:
-    with Scratch.create(directory, run, rank) as scratch:
+    with closing(Scratch.create(directory, run, rank)) as scratch:
         (scratch.directory / "state").write_bytes(bytes(100_000))
         pipe.send(scratch.owner)
         while (asked := pipe.recv()) is not None:

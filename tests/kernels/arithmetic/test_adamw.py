@@ -317,7 +317,9 @@ def test_the_yardstick_changes_nothing(
     state = ordinary(70_001, weight_format, grad_dtype)
     state.weight[:1000] = 0  # weights that do not agree with their masters are left alone too
     before = state.copy()
-    adamw.stream_like(pool, run_of(state, weight_format, grad_dtype, scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1)))
+    run = run_of(state, weight_format, grad_dtype, scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1))
+    arrays = (run.weight, run.weight_format, run.aux, *run.tensors, run.grad, run.grad_dtype)
+    kernels._native.stream_like(pool._native, run.numel, *arrays)
     assert_same(state, before)
 
 

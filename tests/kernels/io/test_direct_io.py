@@ -491,7 +491,7 @@ def test_many_python_threads_use_one_pool(file: int) -> None:
 def test_close_lets_what_is_queued_end(file: int, slow: Callable[[IoPool], IoTicket]) -> None:
     memory = random_buffer(8 * ALIGNMENT)
     pool = IoPool(2)
-    assert (len(io_threads()), pool.num_threads) == (2, 2)
+    assert (len(io_threads()), pool._native.num_threads) == (2, 2)
     tickets = [slow(pool), slow(pool), pool.write(file, memory.ctypes.data, len(memory), 0, ALIGNMENT)]
     assert not tickets[2].done
     pool.close()
