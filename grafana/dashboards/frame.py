@@ -7,6 +7,7 @@ from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as build
 from grafana_foundation_sdk.builders import prometheus
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import dashboard as model
 
 from tidegate.grafana.dashboards.panels import SOURCE
@@ -95,6 +96,13 @@ def live_view(made: build.Dashboard) -> build.Dashboard:
         .default_value(default)
         .current(model.VariableOption(text=default, value=default))
     )
+
+
+def section(made: build.Dashboard, title: str, *panels: Builder[model.Panel]) -> None:
+    """Adds a row with this title to the dashboard, and the panels below it."""
+    made.with_row(build.Row(title))
+    for panel in panels:
+        made.with_panel(panel)
 
 
 def _generations() -> build.AnnotationQuery:
