@@ -36,11 +36,3 @@ def explain(error: DaemonError, url: str) -> str:
             "the daemon, or set TIDEGATE_READ_TOKEN."
         )
     return str(error) or f"The daemon at {url} answered with an error."
-
-
-def forget() -> None:
-    """Closes all clients."""
-    with _lock:
-        for client in _clients.values():
-            client.close()
-        _clients.clear()

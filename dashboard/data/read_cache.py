@@ -21,12 +21,10 @@ MAX_KEPT: Final = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """The newest available value. `problem`: why it is not up to date, as a sentence; `error`: the cause."""
+    """The newest available value. `problem`: why it is not up to date, as a sentence."""
 
     value: T | None = None
     problem: str | None = None
-    error: DaemonError | None = None
-    read_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -50,7 +48,6 @@ class CachedQuery(Generic[T]):
         self._read, self._seconds = read, seconds
         self._lock = threading.Lock()
         self._entries: LRUCache[Hashable, _Entry[T]] = LRUCache(most)
-        _KINDS.append(self)
 
     def get(self, url: str, key: Hashable = None) -> Reading[T]:
         """The value, read again if it is older than `seconds`; the last value with the problem if the read fails."""
@@ -70,24 +67,12 @@ class CachedQuery(Generic[T]):
             entry = self._entries.get((url, key))
         return entry.reading.value if entry else None
 
-    def expire(self) -> None:
-        """Marks all entries as expired: each is read again at its next use. If that fails, the old value stays."""
-        with self._lock:
-            for entry in self._entries.values():
-                entry.until = 0.0
-
-    def forget(self) -> None:
-        with self._lock:
-            self._entries.clear()
-
     def _fresh(self, url: str, key: Hashable, before: Reading[T]) -> Reading[T]:
         try:
-            return Reading(value=self._read(clients.shared_client(url), key), read_at=time.time())
+            return Reading(value=self._read(clients.shared_client(url), key))
         except DaemonError as error:
-            return Reading(value=before.value, problem=clients.explain(error, url), error=error, read_at=before.read_at)
+            return Reading(value=before.value, problem=clients.explain(error, url))
 
-
-_KINDS: list[CachedQuery[Any]] = []
 
 ADVICE: Final = CachedQuery(lambda client, key: client.advice(key[0]), 20.0)
 """Cached knob advice of the model, by run and generation. It is kept for 20 s, because computing it costs the daemon
@@ -98,16 +83,3 @@ ALERTS: Final = CachedQuery(lambda client, run: client.alerts(run or None), 5.0)
 """Cached alerts by run name. The empty name selects the alerts that concern no run in particular."""
 FIRING: Final = CachedQuery(lambda client, _: client.firing(), 5.0)
 """Cached firing alerts: those of all runs, and those that concern no run in particular."""
-
-
-def expire() -> None:
-    """Marks all values of all caches as expired."""
-    for kind in _KINDS:
-        kind.expire()
-
-
-def forget() -> None:
-    """Clears all caches and closes the clients."""
-    for kind in _KINDS:
-        kind.forget()
-    clients.forget()

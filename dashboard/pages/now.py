@@ -11,7 +11,7 @@ import streamlit as st
 from tidegate.dashboard.data import firing_alerts, queries, read_cache, triage
 from tidegate.dashboard.session import links
 from tidegate.dashboard.session.page_context import PageContext, refreshed
-from tidegate.dashboard.style import markup, palette
+from tidegate.dashboard.style import markup
 from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
 
@@ -45,7 +45,7 @@ def _runs(context: PageContext) -> None:
         states.nothing_yet(context.url, found)
         return
     if found.problem:
-        st.html(markup.banner(f"{found.problem} What follows is what was last known.", palette.LIVENESS["lost"]))
+        st.html(markup.banner(f"{found.problem} What follows is what was last known."))
     shown = _filtered(found.runs)
     if not shown:
         st.caption("No run has a name like that.")

@@ -11,7 +11,7 @@ from typing import Final, ParamSpec
 
 import streamlit as st
 
-from tidegate.dashboard.style import markup, palette
+from tidegate.dashboard.style import markup
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,12 @@ def errors_shown() -> Iterator[None]:
         yield
     except Exception as error:
         log.exception("a part of a page could not be drawn")
-        sentence = (
-            f"This part of the page could not be drawn ({type(error).__name__}); the log of the live view says why. "
-            "It tries again by itself."
+        st.html(
+            markup.banner(
+                f"This part of the page could not be drawn ({type(error).__name__}); the log of the live view says "
+                "why. It tries again by itself."
+            )
         )
-        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
 
 
 def refreshed(draw: Callable[_P, None]) -> Callable[_P, None]:

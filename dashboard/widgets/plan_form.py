@@ -12,6 +12,7 @@ from tidegate.capacity.machine import AUX_BYTES, GPUS
 from tidegate.capacity.model_shapes import MODELS, ModelShape, model_from_config
 from tidegate.dashboard.data import plan_question
 from tidegate.dashboard.data.plan_question import Question
+from tidegate.dashboard.session import links
 from tidegate.dashboard.style import markup, units
 from tidegate.errors import ConfigError
 
@@ -61,7 +62,7 @@ def form() -> tuple[Question, ModelShape | None]:
         checkpointing=checkpointing, host_bandwidth=host, fabric=fabric, flop_share=share,
     )  # fmt: skip
     st.session_state[ASKED] = found
-    _remember(found)
+    links.remember({name: found.query().get(name) for name in asdict(found)})
     return found, shape
 
 
@@ -110,16 +111,4 @@ def _number(
 
 
 def _at(name: str, value: object) -> str:
-    """Returns the session key of a field. If the session has no value for the key, stores `value` there."""
-    st.session_state.setdefault(f"plan_{name}", value)
-    return f"plan_{name}"
-
-
-def _remember(found: Question) -> None:
-    """Writes the fields that differ from their defaults into the address."""
-    wanted = found.query()
-    for name in asdict(found):
-        if name in wanted and st.query_params.get(name) != wanted[name]:
-            st.query_params[name] = wanted[name]
-        elif name not in wanted and name in st.query_params:
-            del st.query_params[name]
+    return links.field_key(f"plan_{name}", value)

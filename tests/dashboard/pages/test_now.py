@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dashboard import caches
 from tests.dashboard.pages.test_alerts import tell
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
@@ -217,7 +218,7 @@ def test_one_question_tells_what_fires_in_all_runs(daemon: Daemon, monkeypatch: 
     named = {run: [alert.alert for alert in found.of(run)] for run in ("llama-7b", "other", firing_alerts.NO_RUN)}
     assert named == {"llama-7b": ["TidegatePathSlow"], "other": [], "": ["TidegateDaemonSlow"]}
     assert found.problem is None
-    read_cache.expire()
+    caches.expire()
     daemon.stop()
     away = firing_alerts.firing(daemon.url)
     assert away.problem
