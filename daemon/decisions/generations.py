@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from tidegate.daemon.decisions.canary import Canary
 from tidegate.wire.base import KnobChanges
@@ -30,12 +30,14 @@ DecisionKind = Literal[
 """What has happened to a generation. `rank_applied`: one rank runs with it; `applied`: all present ranks do.
 `promoted`, `condemned`: verdict of its trial. `canary_ended`: its trial has ended, because another generation was
 committed."""
+COMMITTED_STATES: Final = frozenset({"committed", "applied"})
+"""States of a generation that was committed: `committed` first, then `applied` when all present ranks run with it."""
 NO_RANKS: Final = "No rank is running: takes effect when the run starts again."
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
-    """The vote of one rank. `can`: whether it can run with the proposed knobs. `reason`: why not, if it cannot."""
+class Ballot(NamedTuple):
+    """The vote of one rank. `can`: whether it can run with the proposed knobs. `reason`: why not, if it cannot. In the
+    database a vote is a JSON array."""
 
     can: bool
     reason: str

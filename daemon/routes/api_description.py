@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -33,8 +32,9 @@ def describe(app: FastAPI) -> Json:
     for name in _DROPPED:
         schemas.pop(name, None)
     schemas["Problem"] = Problem.model_json_schema()
-    for method, path, operation in _operations(document):
-        _complete(method, path, operation)
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            _complete(method, path, operation)
     for example in EXAMPLES:
         schemas[type(example).__name__]["examples"] = [example.model_dump(mode="json", exclude_unset=True)]
     schemas["KnobPatch"]["properties"]["changes"] |= {
@@ -42,12 +42,6 @@ def describe(app: FastAPI) -> Json:
         "properties": {name: _values(spec) for name, spec in SPECS.items()},
     }
     return document
-
-
-def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
-    for path, item in document["paths"].items():
-        for method, operation in item.items():
-            yield method, path, operation
 
 
 def _complete(method: str, path: str, operation: Json) -> None:
