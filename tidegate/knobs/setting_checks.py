@@ -11,6 +11,7 @@ import operator
 from collections.abc import Sequence
 
 from tidegate.errors import ConfigError
+from tidegate.knobs.kinds import number_of
 
 
 def check_whole(name: str, value: object, minimum: int, *, of: str = "", multiple_of: int = 1) -> int:
@@ -38,7 +39,7 @@ def check_number(name: str, value: object, *, above: float | None = None, minimu
     of: text for the error after name and value, such as " of a path", that names the owner of the setting.
     """
     bound = f"at least {minimum:g}" if above is None else f"more than {above:g}"
-    if isinstance(value, bool | str | bytes) or (number := _number(value)) is None:
+    if isinstance(value, bool | str | bytes) or math.isnan(number := number_of(value)):
         raise ConfigError(f"{name}={value!r}{of} is not a number: give one of {bound}.")
     if not (number >= minimum if above is None else number > above):
         raise ConfigError(f"{name}={value}{of} is out of range: {bound} is needed.")
@@ -83,11 +84,3 @@ def _whole(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _number(value: object) -> float | None:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if math.isnan(number) else number
