@@ -58,8 +58,7 @@ class _ProblemResponse(JSONResponse):
 
 def problem(status: int, type: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
     """The response for one problem; `more` are extension members of the problem."""
-    title = TITLES.get(status, "Error")
-    body = {"type": type, "title": title, "status": status, "detail": detail, **more}
+    body = {"type": type, "title": TITLES.get(status, "Error"), "status": status, "detail": detail, **more}
     return _ProblemResponse(body, status, headers=headers)
 
 

@@ -53,8 +53,7 @@ class RunRegistry:
         """The running runs and the newest ended runs, as a sentence."""
         newest = sorted(self.runs.values(), key=lambda run: -run.created_at)
         running = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
-        ended = [run.name for run in newest if run.name not in set(running)]
-        groups = (("Live", running), ("Ended", ended))
+        groups = (("Live", running), ("Ended", [run.name for run in newest if run.name not in set(running)]))
         lists = [f"{what}: {', '.join(names[:MAX_LISTED])}" for what, names in groups if names]
         return f"{'. '.join(lists)}." if lists else "There is none yet."
 

@@ -183,8 +183,7 @@ def decide(control: ControlState, event: ControlEvent) -> Outcome:
                 pending = replace(pending, votes={r: b for r, b in pending.votes.items() if r != rank})
             return replace(control, present=control.present | {rank}, pending=pending), ()
         case RankLeft(rank, at):
-            without = replace(control, present=control.present - {rank})
-            counted, decisions = _count_votes(without, at)
+            counted, decisions = _count_votes(replace(control, present=control.present - {rank}), at)
             after, more = _check_applied(counted, control.committed) if not decisions else (counted, ())
             return after, decisions + more
         case Tick(now, at):
@@ -266,8 +265,7 @@ def _count_votes(control: ControlState, at: float) -> Outcome:
         return _commit(control, pending, NO_RANKS, at)
     if len(pending.votes) >= len(control.present) and control.present <= pending.votes.keys():
         ranks = len(control.present)
-        outcome = "The rank said yes." if ranks == 1 else f"All {ranks} ranks said yes."
-        return _commit(control, pending, outcome, at)
+        return _commit(control, pending, "The rank said yes." if ranks == 1 else f"All {ranks} ranks said yes.", at)
     return control, ()
 
 

@@ -68,8 +68,7 @@ async def change(
         prediction = await _predict(found, before, after) if dry_run or patch.canary else None
         if dry_run and prediction is not None:
             return prediction
-        make = functools.partial(_make, plane, found, patch, author, if_match, before, prediction)
-        made = await plane.turns.do(make)
+        made = await plane.turns.do(functools.partial(_make, plane, found, patch, author, if_match, before, prediction))
     return await _outcome(plane, found, made.number, wait, response)
 
 

@@ -131,8 +131,7 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
 
 def _listen(bind: str, port: int) -> socket.socket:
     """The listening socket. It is opened before the database, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit TCP_NODELAY. asyncio sets the option on its own sockets only. Without the option

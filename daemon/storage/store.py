@@ -113,8 +113,7 @@ class Store:
     def runs(self) -> dict[str, float]:
         """Every run that can be read, with its time of creation in seconds since the epoch."""
         with self._reading() as session:
-            rows = session.scalars(select(RunRow).order_by(RunRow.created_at))
-            return dict(self.row_reader.each(rows, run_of))
+            return dict(self.row_reader.each(session.scalars(select(RunRow).order_by(RunRow.created_at)), run_of))
 
     def run_names(self) -> set[str]:
         """The names of all stored runs, including runs that cannot be read."""

@@ -150,8 +150,7 @@ def _draw(view: TimelineView, row: Row, first: float, last: float, scale: float,
     timeline = as_timeline(view)
     critical = set(critical_path(timeline)) if ink else set()
     shown = [span for span in _within(view, first, last) if span.lane in row.middle]
-    finest = 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS
-    found = bars(shown, finest, critical)
+    found = bars(shown, 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS, critical)
     by_kind: dict[str, list[Bar]] = defaultdict(list)
     for bar in found:
         by_kind[bar.kind].append(bar)

@@ -43,9 +43,8 @@ def _below(context: PageContext) -> None:
         resources.link_speeds(snapshot, figures)
         resources.links(snapshot)
     storage.paths(snapshot, figures)
-    columns = st.columns(4, gap="medium")
     for column, draw in zip(
-        columns, (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
+        st.columns(4, gap="medium"), (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
     ):
         with column:
             draw(snapshot)

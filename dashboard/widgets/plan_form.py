@@ -28,8 +28,7 @@ def form() -> tuple[Question, ModelShape | None]:
     """Draws the form; returns the question in it, and the shape of an uploaded model, None if there is none."""
     asked: Question = st.session_state.get(ASKED) or Question.of_query(st.query_params.to_dict())
     st.html(markup.title("Model"))
-    own = st.session_state.get("plan_own_shape")
-    model, shape = _model(asked, own)
+    model, shape = _model(asked, st.session_state.get("plan_own_shape"))
     one, two, three = st.columns(3)
     sequence = _whole(one, "Sequence", "sequence", asked, 16, 1_048_576, "Tokens.")
     microbatch = _whole(two, "Micro-batch", "microbatch", asked, 1, 4096, "Sequences of a GPU at a time.")
@@ -84,8 +83,7 @@ def _model(asked: Question, own: ModelShape | None) -> tuple[str, ModelShape | N
     if own is None:
         st.caption(markup.plain(f"Until one is given, {asked.model} is planned."))
     else:
-        text = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
-        st.caption(markup.plain(text))
+        st.caption(markup.plain(f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."))
     return asked.model, own
 
 

@@ -190,8 +190,7 @@ def rows(panel_options: PanelOptions, key: str, columns: Sequence[Column], *, li
             ]
         panel.override_by_name(f"Value #{_ref(i)}", properties)
     if link:
-        followed = {"title": "Look at this run", "url": link}
-        panel.override_by_name(key, [model.DynamicConfigValue("links", [followed])])
+        panel.override_by_name(key, [model.DynamicConfigValue("links", [{"title": "Look at this run", "url": link}])])
     return panel
 
 

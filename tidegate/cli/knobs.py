@@ -86,8 +86,7 @@ def rollback(
 ) -> None:
     """Restore the knobs of an earlier generation immediately. Ends a canary that is running."""
     with client_for("operate", url) as client:
-        name = choose_run(client, run).run
-        made = client.roll_back(name, to, reason=reason, wait=wait)
+        made = client.roll_back(choose_run(client, run).run, to, reason=reason, wait=wait)
         ranks = _ranks_with(client, made)
     _show(made, ranks, as_json)
 

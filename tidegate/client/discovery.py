@@ -23,8 +23,7 @@ def state_dir() -> Path:
     ~/.local/state/tidegate."""
     if given := os.environ.get("TIDEGATE_STATE_DIR"):
         return _expanded(given)
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return _expanded(base) / "tidegate"
+    return _expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "tidegate"
 
 
 def token_dir() -> Path:

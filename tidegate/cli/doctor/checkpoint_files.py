@@ -49,5 +49,4 @@ def remove_damaged(found: Sequence[Inspected], yes: bool, ask: Callable[[str], b
     if not damaged:
         return [Finding("checkpoint", "good", "nothing to remove: no checkpoint there is damaged")]
     listed = "\n".join(f"  {c.directory}: {c.damage.reason}" for c in damaged if c.damage is not None)
-    what = f"{len(damaged)} damaged checkpoints"
-    return remove_if_confirmed("checkpoint", what, listed, damaged, remove, yes, ask)
+    return remove_if_confirmed("checkpoint", f"{len(damaged)} damaged checkpoints", listed, damaged, remove, yes, ask)
