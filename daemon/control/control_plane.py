@@ -183,7 +183,7 @@ class ControlPlane:
         self._events.apply(
             run,
             NewProposal(
-                knobs=_all(run, knobs),
+                knobs=knobs.as_dict(paths=bool(run.paths)),
                 changes=changes,
                 author=author,
                 reason=reason,
@@ -335,8 +335,3 @@ class ControlPlane:
         member.applied.setdefault(generation, step)
         member.applied_generation = max(member.applied_generation, generation)
         self._events.apply(run, RankApplied(member.hello.rank, generation, step))
-
-
-def _all(run: Run, knobs: Knobs) -> KnobChanges:
-    """The knobs as a dictionary for messages. It has the knobs of storage only if the run has storage paths."""
-    return knobs.as_dict(paths=bool(run.paths))

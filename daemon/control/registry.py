@@ -92,7 +92,7 @@ class RunRegistry:
                 f"Rank {hello.rank} of run {hello.run!r} is held by process {held.hello.pid} on {held.hello.host}, "
                 f"which is live. Stop it, wait {self._lease_seconds:g} s if it died, or choose another run name.",
                 rank=hello.rank,
-                holder=_holder(held.hello).model_dump(mode="json"),
+                holder=Holder.model_validate(held.hello, from_attributes=True).model_dump(mode="json"),
                 lease_seconds=self._lease_seconds,
             )
         if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
@@ -126,7 +126,3 @@ class RunRegistry:
         """Publishes an event with the liveness of a rank on the event stream of its run."""
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
         self.publish(run, "agent", data)
-
-
-def _holder(hello: AgentHello) -> Holder:
-    return Holder(agent=hello.agent, host=hello.host, pid=hello.pid, process=hello.process)

@@ -155,9 +155,8 @@ class Store:
         with self._session.begin() as session:
             agents = select(AgentRow.agent).where(AgentRow.run.in_(runs))
             session.execute(delete(StepRow).where(StepRow.agent.in_(agents)))
-            session.execute(delete(AgentRow).where(AgentRow.run.in_(runs)))
-            session.execute(delete(GenerationRow).where(GenerationRow.run.in_(runs)))
-            session.execute(delete(AlertRow).where(AlertRow.run.in_(runs)))
+            for row in (AgentRow, GenerationRow, AlertRow):
+                session.execute(delete(row).where(row.run.in_(runs)))
             session.execute(delete(RunRow).where(RunRow.name.in_(runs)))
             session.add_all(audit_entry(note) for note in notes)
 

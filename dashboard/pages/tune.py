@@ -39,8 +39,8 @@ def _history(context: PageContext) -> None:
         history.history(context, snapshot)
 
 
+@errors_shown()
 def _editor(context: PageContext) -> None:
     snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
     if snapshot is not None:
-        with errors_shown():
-            editor.editor(context, snapshot.knobs)
+        editor.editor(context, snapshot.knobs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ class PageContext:
 
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
-    """Context manager that shows an exception as a sentence on the page, and logs it."""
+    """Context manager, and decorator, that shows an exception as a sentence on the page, and logs it."""
     try:
         yield
     except Exception as error:
@@ -61,10 +60,4 @@ def refreshed_slowly(draw: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _every(seconds: float, draw: Callable[_P, None]) -> Callable[_P, None]:
-    @st.fragment(run_every=seconds)
-    @functools.wraps(draw)
-    def drawn(*args: _P.args, **more: _P.kwargs) -> None:
-        with errors_shown():
-            draw(*args, **more)
-
-    return drawn
+    return st.fragment(run_every=seconds)(errors_shown()(draw))

@@ -29,14 +29,19 @@ def audit(context: PageContext) -> None:
     asked = st.query_params
     words, what, who, depth = st.columns([4, 4, 3, 2], vertical_alignment="bottom")
     text = words.text_input("Words", key=_key(context, "words", asked.get("q", "")), placeholder="Words in any column")
-    there, people = audit_filter.actions(known), audit_filter.actors(known)
+    there, people = sorted({row.action for row in known}), sorted({row.actor for row in known})
     wanted = [action for action in asked.get("what", "").split(",") if action in there]
     picked = what.multiselect(
         "What", there, key=_key(context, "what", wanted), format_func=audit_filter.action_text, placeholder="Everything"
     )
     first = asked["who"] if asked.get("who") in people else None
     actor = who.selectbox("Who", people, index=None, key=_key(context, "who", first), placeholder="Everybody")
-    limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{context.run}", format_func=_depth)
+    limit = depth.selectbox(
+        "Look through",
+        DEPTHS,
+        key=f"audit_depth:{context.run}",
+        format_func=lambda rows: f"newest {units.integer(rows)}",
+    )
     found = AuditFilter(text=text or "", actions=frozenset(picked), actor=actor or "")
     links.remember(
         {"q": found.text or None, "what": ",".join(sorted(found.actions)) or None, "who": found.actor or None}
@@ -75,7 +80,3 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
 
 def _key(context: PageContext, name: str, value: object) -> str:
     return links.field_key(f"audit_{name}:{context.run}", value)
-
-
-def _depth(rows: int) -> str:
-    return f"newest {units.integer(rows)}"

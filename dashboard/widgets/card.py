@@ -33,15 +33,12 @@ def card(number: int, run: RunView, now: float, *, away: bool) -> None:
 
 
 def _figures(run: RunView, figures: StepSummary, now: float) -> str:
-    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else _no_figures(run)
+    none = "steps not kept" if run.step else "no step yet"
+    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else none
     ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
     device = "emulated" if run.device_kind == "emulated" else "CUDA"
     details = [f"step {units.integer(run.step)}", ranks, device, f"heard of {units.age(now - run.last_seen)} ago"]
     return markup.pace(pace, details, EMULATED if run.device_kind == "emulated" else "")
-
-
-def _no_figures(run: RunView) -> str:
-    return "steps not kept" if run.step else "no step yet"
 
 
 def _phases(figures: StepSummary) -> str:
