@@ -7,12 +7,12 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from tidegate import __version__
 from tidegate.daemon import problems
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.control.alerts import AlertRegistry
@@ -33,7 +33,7 @@ from tidegate.daemon.routes.fast_route import FastRouteMiddleware
 from tidegate.daemon.security.middleware import SecurityMiddleware
 from tidegate.daemon.security.scopes import RouteRequirements
 from tidegate.daemon.security.tokens import Tokens, ensure_files, read_files
-from tidegate.daemon.server.metrics import RequestMetricsMiddleware, Requests, RunCollector, refused_connections
+from tidegate.daemon.server.metrics import RequestMetricsMiddleware, RunCollector, refused_connections
 from tidegate.daemon.storage.open_database import open_store
 from tidegate.daemon.storage.readiness import Readiness
 from tidegate.daemon.storage.state_directory import prepare, proof_key
@@ -65,7 +65,7 @@ def create_app(settings: Settings) -> FastAPI:
     store.use_short_timeout()
     app = FastAPI(
         title="Tidegate",
-        version=_version(),
+        version=__version__,
         openapi_url=None,  # served by a route of `routes/start_page.py`
         docs_url=None,
         redoc_url=None,
@@ -94,7 +94,7 @@ def create_app(settings: Settings) -> FastAPI:
     requirements = RouteRequirements(app.state.routes)
     app.add_middleware(FastRouteMiddleware, handlers=app.exception_handlers)
     app.add_middleware(SecurityMiddleware, tokens=tokens, requirements=requirements, settings=settings)
-    app.add_middleware(RequestMetricsMiddleware, requests=Requests(registry))
+    app.add_middleware(RequestMetricsMiddleware, registry=registry)
     return app
 
 
@@ -142,10 +142,3 @@ async def _forever(work: Callable[[], Awaitable[None]], pause: float, failed: st
             log.exception("%s; it is tried again", failed)
             await asyncio.sleep(RETRY_SECONDS)
         await asyncio.sleep(pause)
-
-
-def _version() -> str:
-    try:
-        return version("tidegate")
-    except PackageNotFoundError:
-        return "0"

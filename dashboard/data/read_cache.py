@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -13,8 +14,10 @@ from cachetools import LRUCache
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import clients
 from tidegate.errors import DaemonError
+from tidegate.wire.alert import AlertView
 
 T = TypeVar("T")
+NO_RUN: Final = ""
 MAX_KEPT: Final = 64
 """Largest number of entries in a cache; the least recently used entry is dropped."""
 
@@ -74,12 +77,19 @@ class CachedQuery(Generic[T]):
             return Reading(value=before.value, problem=clients.explain(error, url))
 
 
+def _read_firing(client: DaemonClient, _: object) -> Mapping[str, Sequence[AlertView]]:
+    by_run = defaultdict[str, list[AlertView]](list)
+    for alert in client.firing():
+        by_run[alert.run].append(alert)
+    return dict(by_run)
+
+
 ADVICE: Final = CachedQuery(lambda client, key: client.advice(key[0]), 20.0)
 """Cached knob advice of the model, by run and generation. It is kept for 20 s, because computing it costs the daemon
 processor time."""
 AUDIT: Final = CachedQuery(lambda client, key: client.audit(key[0], key[1]), 2.0)
 """Cached rows of the audit log, by run and number of rows."""
 ALERTS: Final = CachedQuery(lambda client, run: client.alerts(run or None), 5.0)
-"""Cached alerts by run name. The empty name selects the alerts that concern no run in particular."""
-FIRING: Final = CachedQuery(lambda client, _: client.firing(), 5.0)
-"""Cached firing alerts: those of all runs, and those that concern no run in particular."""
+"""Cached alerts by run name. The name `NO_RUN` selects the alerts that concern no run in particular."""
+FIRING: Final = CachedQuery(_read_firing, 5.0)
+"""Cached firing alerts by run name; those that concern no run in particular have the name `NO_RUN`."""

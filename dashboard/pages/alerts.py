@@ -5,7 +5,6 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data import read_cache
-from tidegate.dashboard.data.firing_alerts import NO_RUN
 from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed
 from tidegate.dashboard.style import markup, snippets
 from tidegate.dashboard.widgets import alerts as parts
@@ -24,7 +23,7 @@ def _firing(context: PageContext) -> None:
     snapshot_reading = header.header(context)
     if snapshot_reading.value is None:
         return
-    own, general = (read_cache.ALERTS.get(context.url, run) for run in (context.run, NO_RUN))
+    own, general = (read_cache.ALERTS.get(context.url, run) for run in (context.run, read_cache.NO_RUN))
     for reading, whose in ((own, f"of {context.run}"), (general, "that concern no run")):
         if reading.problem and not snapshot_reading.problem:
             st.html(markup.banner(f"Alerts {whose} are not known as of now: {reading.problem}"))
