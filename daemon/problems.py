@@ -70,8 +70,7 @@ def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def install(app: FastAPI) -> None:
     """Installs exception handlers, so that `app` answers every error with a problem."""
-    app.add_exception_handler(Exception, _on_error)
-    for kind in (ProblemError, HTTPException, RequestValidationError):
+    for kind in (Exception, ProblemError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(SQLAlchemyError, _on_database)
 

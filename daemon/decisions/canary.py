@@ -67,17 +67,13 @@ class Canary:
         return replace(self, state=state, verdict=self.verdict or verdict) if self.open else self
 
 
-def common_steps(
-    ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0, end: int | None = None
-) -> list[StepOfAllRanks]:
-    """The steps with numbers in [first, end) that every rank has reported, oldest first. Steps that a rank has skipped,
+def common_steps(ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0) -> list[StepOfAllRanks]:
+    """The steps with numbers from `first` on that every rank has reported, oldest first. Steps that a rank has skipped,
     or without an update time, are left out.
 
     ranks: the steps of each rank, and the size of its device memory in bytes.
     """
-    tables = [
-        ({s.step: s for s in steps if s.step >= first and (end is None or s.step < end)}, m) for steps, m in ranks
-    ]
+    tables = [({s.step: s for s in steps if s.step >= first}, memory) for steps, memory in ranks]
     if not tables:
         return []
     shared = sorted(set.intersection(*(set(table) for table, _ in tables)))

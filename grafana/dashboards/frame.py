@@ -58,14 +58,14 @@ def frame(uid: str, title: str, description: str, *, one_run: bool | None = True
     return made.annotation(_generations()).annotation(_alerts())
 
 
-def variable(name: str, metric: str, *, label: str = "", multi: bool = True) -> build.QueryVariable:
+def variable(name: str, metric: str, *, multi: bool = True) -> build.QueryVariable:
     """A dashboard variable `name`, whose values are those of the label `name` of the series that `metric` selects.
 
-    label: displayed name; by default the capitalized `name`. multi: several values, or all, can be chosen.
+    multi: several values, or all, can be chosen.
     """
     made = (
         build.QueryVariable(name)
-        .label(label or name.capitalize())
+        .label(name.capitalize())
         .query(f"label_values({metric}, {name})")
         .datasource(SOURCE)
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)

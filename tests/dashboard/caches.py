@@ -20,9 +20,9 @@ def forget() -> None:
     for cache in _all():
         cache._entries.clear()
     queries._timelines.clear()
-    for client in clients._clients.values():
+    for client in clients._client.cache.values():
         client.close()
-    clients._clients.clear()
+    clients._client.cache.clear()
 
 
 def _all() -> tuple[CachedQuery[Any], ...]:

@@ -144,11 +144,8 @@ def dashboard(
 # ---- runs
 
 
-app.command()(watch.status)
-app.command()(watch.events)
-app.command()(knobs.history)
-app.command()(knobs.rollback)
-app.command()(knobs.advice)
+for command in (watch.status, watch.events, knobs.history, knobs.rollback, knobs.advice):
+    app.command()(command)
 
 
 @app.command()

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cachetools import LRUCache
+from cachetools import LRUCache, cached
 
 from tests.dashboard import caches
 from tests.dashboard.scripted import Agent, Daemon
@@ -121,7 +121,7 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
 
 
 def test_one_client_for_each_daemon_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_clients", LRUCache(2))
+    monkeypatch.setattr(clients, "_client", cached(LRUCache(2))(clients._client.__wrapped__))
     first = clients.shared_client("http://127.0.0.1:1")
     assert clients.shared_client("http://127.0.0.1:1") is first
     for port in (2, 3):
