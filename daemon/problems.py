@@ -58,8 +58,7 @@ class _ProblemResponse(JSONResponse):
 
 def problem(status: int, type: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
     """The response for one problem; `more` are extension members of the problem."""
-    title = TITLES.get(status, "Error")
-    body = {"type": type, "title": title, "status": status, "detail": detail, **more}
+    body = {"type": type, "title": TITLES.get(status, "Error"), "status": status, "detail": detail, **more}
     return _ProblemResponse(body, status, headers=headers)
 
 
@@ -71,8 +70,7 @@ def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def install(app: FastAPI) -> None:
     """Installs exception handlers, so that `app` answers every error with a problem."""
-    app.add_exception_handler(Exception, _on_error)
-    for kind in (ProblemError, HTTPException, RequestValidationError):
+    for kind in (Exception, ProblemError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(SQLAlchemyError, _on_database)
 

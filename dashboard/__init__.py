@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tidegate.client.discovery import find_token, token_dir
+from tidegate.client.discovery import find_token, is_loopback, token_dir
 from tidegate.dashboard.session import one_time_codes
 
 URL_VARIABLE = "TIDEGATE_DAEMON"
@@ -155,13 +153,6 @@ def no_link() -> str:
         f"There is no link with which to sign in: {one_time_codes.folder()}, where one-time codes are kept, cannot be "
         "written. Paste a token into the page that opens."
     )
-
-
-def is_loopback(bind: str) -> bool:
-    """Whether a server that listens on `bind` can be reached from this machine only."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(bind).is_loopback
-    return bind == "localhost"
 
 
 def port_problem(port: int, bind: str) -> str | None:

@@ -80,8 +80,7 @@ def _shortened(
 
 
 def _json(view: BaseModel) -> bytes:
-    text: bytes = view.__pydantic_serializer__.to_json(view)
-    return text
+    return view.__pydantic_serializer__.to_json(view)
 
 
 def _without_figures(view: RunView) -> RunView:

@@ -17,7 +17,6 @@ from sqlalchemy.exc import OperationalError
 
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.audit_rows import taken_over_notes
-from tidegate.daemon.control.effect_meter import EffectMeter
 from tidegate.daemon.control.event_applier import EventApplier
 from tidegate.daemon.control.event_ids import EventIds
 from tidegate.daemon.control.rank_states import RankStates
@@ -85,7 +84,6 @@ class ControlPlane:
         self.registry = RunRegistry(*known, lease_seconds, self._clock, self._event_ids, damaged)
         self.step_writer = StepWriter(store.steps, keep_seconds, self._clock)
         self._events = EventApplier(store, self.registry, self._clock)
-        self._effects = EffectMeter(self._events, self._clock)
         self._trials = Trials(store, self._events.apply, self._clock, proposal_seconds)
         self.retention = Retention(store, self.registry, self.step_writer, self._trials, self._clock, keep_runs_seconds)
         self._ranks = RankStates(store, self.registry, self.retention, self._events, self._clock)
@@ -139,7 +137,7 @@ class ControlPlane:
         # A second report with the same generation: the agent will not report the first step with it separately.
         if report.generation == member.reported_generation:
             self._applied(run, member, report.generation, report.step)
-        self._effects.measure(run, rank)
+        self._events.measure_effect(run, rank)
         self._trials.evaluate(run)
         member.reported_generation = report.generation  # last: a report that the database stops is given here again
         data = {"rank": rank, "step": report.step, "phase": report.phase, "generation": report.generation}
@@ -185,7 +183,7 @@ class ControlPlane:
         self._events.apply(
             run,
             NewProposal(
-                knobs=_all(run, knobs),
+                knobs=knobs.as_dict(paths=bool(run.paths)),
                 changes=changes,
                 author=author,
                 reason=reason,
@@ -337,8 +335,3 @@ class ControlPlane:
         member.applied.setdefault(generation, step)
         member.applied_generation = max(member.applied_generation, generation)
         self._events.apply(run, RankApplied(member.hello.rank, generation, step))
-
-
-def _all(run: Run, knobs: Knobs) -> KnobChanges:
-    """The knobs as a dictionary for messages. It has the knobs of storage only if the run has storage paths."""
-    return knobs.as_dict(paths=bool(run.paths))

@@ -4,12 +4,14 @@ follow, stores them, and then publishes them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tidegate.daemon.control import serializers
-from tidegate.daemon.control.audit_rows import AUDITED, decision_note
+from tidegate.daemon.control.audit_rows import AUDITED, decision_note, note
 from tidegate.daemon.control.registry import RunRegistry
 from tidegate.daemon.control.run import Clocks, Run
 from tidegate.daemon.decisions.generations import ControlEvent, ControlState, Generation, decide
+from tidegate.daemon.decisions.knob_effect import WINDOW_STEPS, measure
 from tidegate.daemon.storage.records import AgentRecord, AuditNote
 from tidegate.daemon.storage.store import Store
 
@@ -56,6 +58,32 @@ class EventApplier:
         run.latest = newest.get(control.newest, run.latest)
         for generation in newest.values():
             self.publish_generation(run, generation)
+
+    def measure_effect(self, run: Run, rank: int) -> None:
+        """Measures how the committed generation changed the update time, if `rank`, which has reported, is the lead
+        rank. Publishes the result as an event; stores the first and the final result."""
+        committed = run.control.committed
+        if run.lead is None or run.lead[0] != rank:
+            return
+        if committed.effect and committed.effect.steps_after >= WINDOW_STEPS:
+            return
+        member = run.members[rank]
+        effect = measure(member.window, member.applied, committed.number)
+        if effect is None or effect == committed.effect:
+            return
+        measured = replace(committed, effect=effect)
+        if committed.effect and effect.steps_after < WINDOW_STEPS:  # not stored for each step
+            run.control = replace(run.control, committed=measured)
+            run.latest = measured if run.latest.number == measured.number else run.latest
+            self.publish_generation(run, measured)
+            return
+        text = (
+            f"update {effect.update_seconds_before:.3f} s before, {effect.update_seconds_after:.3f} s after "
+            f"(median of {effect.steps_after} steps, {effect.difference})"
+        )
+        row = note(run.name, self._clock.wall(), "daemon", "effect", measured, effect=text)
+        first = committed.effect is None
+        self.store_and_publish(run, replace(run.control, committed=measured), [measured], [row] if first else [])
 
     def publish_generation(self, run: Run, generation: Generation) -> None:
         """Adds an event with the generation to the run's events."""

@@ -12,7 +12,7 @@ from sqlalchemy import Select, insert, literal_column, select, text
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
-from tidegate.daemon.control.restore import COMMITTED_STATES
+from tidegate.daemon.decisions.generations import COMMITTED_STATES
 from tidegate.daemon.storage.alert_table import alert_of
 from tidegate.daemon.storage.records import agent_of, audit_of, generation_of, run_of
 from tidegate.daemon.storage.row_reader import key_of, reason

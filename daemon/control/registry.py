@@ -53,8 +53,7 @@ class RunRegistry:
         """The running runs and the newest ended runs, as a sentence."""
         newest = sorted(self.runs.values(), key=lambda run: -run.created_at)
         running = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
-        ended = [run.name for run in newest if run.name not in set(running)]
-        groups = (("Live", running), ("Ended", ended))
+        groups = (("Live", running), ("Ended", [run.name for run in newest if run.name not in set(running)]))
         lists = [f"{what}: {', '.join(names[:MAX_LISTED])}" for what, names in groups if names]
         return f"{'. '.join(lists)}." if lists else "There is none yet."
 
@@ -93,7 +92,7 @@ class RunRegistry:
                 f"Rank {hello.rank} of run {hello.run!r} is held by process {held.hello.pid} on {held.hello.host}, "
                 f"which is live. Stop it, wait {self._lease_seconds:g} s if it died, or choose another run name.",
                 rank=hello.rank,
-                holder=_holder(held.hello).model_dump(mode="json"),
+                holder=Holder.model_validate(held.hello, from_attributes=True).model_dump(mode="json"),
                 lease_seconds=self._lease_seconds,
             )
         if self.agents.get(hello.agent, (hello.run, hello.rank)) != (hello.run, hello.rank):
@@ -127,7 +126,3 @@ class RunRegistry:
         """Publishes an event with the liveness of a rank on the event stream of its run."""
         data = {"rank": member.hello.rank, "agent": member.hello.agent, "liveness": self.liveness(member)}
         self.publish(run, "agent", data)
-
-
-def _holder(hello: AgentHello) -> Holder:
-    return Holder(agent=hello.agent, host=hello.host, pid=hello.pid, process=hello.process)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Final
 
 from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clocks, Member, Run
-from tidegate.daemon.decisions.generations import ControlState, Generation
+from tidegate.daemon.decisions.generations import COMMITTED_STATES, ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
 from tidegate.daemon.storage.records import AgentRecord
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.daemon.storage.step_table import step_of
 from tidegate.daemon.storage.store import Store
 
-COMMITTED_STATES: Final = ("committed", "applied")
-"""States of generations that were committed."""
 log = logging.getLogger(__name__)
 
 

@@ -15,6 +15,7 @@ from tidegate.daemon.control.step_memory import memory_of
 from tidegate.daemon.control.timelines import Timelines
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import StepFigures, StepWindow
+from tidegate.daemon.storage.records import LastReport
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import KnobChanges, Liveness
 from tidegate.wire.event import Event
@@ -171,11 +172,8 @@ class Member:
 
     def restore_last_report(self, stored: dict[str, Any]) -> None:
         """Restores the fields that were stored from `last_report`."""
-        self.phase = stored.get("phase", self.phase)
-        self.effective = stored.get("effective", {})
-        self.predicted_update_seconds = stored.get("predicted_update_seconds")
-        self.rates = Rates.model_validate(stored["rates"]) if stored.get("rates") else None
-        self.evidence = ModelEvidence.model_validate(stored["evidence"]) if stored.get("evidence") else None
+        for name, value in LastReport.model_validate(stored):
+            setattr(self, name, value)
 
     def set_recent(self, steps: Iterable[StepReport]) -> None:
         """Replaces the steps in `recent` by `steps`, which are oldest first."""

@@ -18,7 +18,7 @@ from tidegate.daemon.decisions.canary import (
     common_steps,
     judge,
 )
-from tidegate.daemon.decisions.generations import ControlEvent, Generation, NewProposal, TrialJudged
+from tidegate.daemon.decisions.generations import COMMITTED_STATES, ControlEvent, Generation, NewProposal, TrialJudged
 from tidegate.daemon.decisions.step_window import StepFigures
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.store import Store
@@ -42,8 +42,6 @@ REPORTS_A_TRIAL: Final = 8
 after the step that decides it."""
 SHORTEST_REPORT_SECONDS: Final = 0.1
 """Shortest interval between two reports of a rank that the daemon requests during a trial."""
-COMMITTED_STATES: Final = frozenset({"committed", "applied"})
-"""States of a generation that was committed: `committed` first, then `applied` when all present ranks run with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ and which is far less noisy than the model's own computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Final
+from typing import Final, NamedTuple
 
 from tidegate.comparison import Comparison, compare
 from tidegate.daemon.decisions.step_window import StepFigures
@@ -24,11 +24,10 @@ EARLY_SHARE, EARLY_RATIO = 4, 1.5
 them took more than `EARLY_RATIO` times as long as the slowest step before the change."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOfAllRanks:
+class StepOfAllRanks(NamedTuple):
     """One step over all ranks: the times of the slowest rank, and the smallest free share of device memory at the peak.
 
-    `free_share` is None where the memory's size is unknown.
+    `free_share` is None where the memory's size is unknown. In the database a step is a JSON array.
     """
 
     seconds: float
@@ -68,17 +67,13 @@ class Canary:
         return replace(self, state=state, verdict=self.verdict or verdict) if self.open else self
 
 
-def common_steps(
-    ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0, end: int | None = None
-) -> list[StepOfAllRanks]:
-    """The steps with numbers in [first, end) that every rank has reported, oldest first. Steps that a rank has skipped,
+def common_steps(ranks: Iterable[tuple[Iterable[StepFigures], int | None]], *, first: int = 0) -> list[StepOfAllRanks]:
+    """The steps with numbers from `first` on that every rank has reported, oldest first. Steps that a rank has skipped,
     or without an update time, are left out.
 
     ranks: the steps of each rank, and the size of its device memory in bytes.
     """
-    tables = [
-        ({s.step: s for s in steps if s.step >= first and (end is None or s.step < end)}, m) for steps, m in ranks
-    ]
+    tables = [({s.step: s for s in steps if s.step >= first}, memory) for steps, memory in ranks]
     if not tables:
         return []
     shared = sorted(set.intersection(*(set(table) for table, _ in tables)))
@@ -187,21 +182,3 @@ def _against_prediction(canary: Canary, measured: CanaryMeasure) -> str:
     if canary.predicted_before is None or canary.predicted_after is None:
         return f"{found}, not predicted"
     return f"{found}, predicted {canary.predicted_before:.4g} s and {canary.predicted_after:.4g} s"
-
-
-def as_json(canary: Canary) -> Mapping[str, object]:
-    """The canary as JSON for the database."""
-    rows = [[s.seconds, s.exposed_seconds, s.update_seconds, s.free_share] for s in canary.before]
-    measured = canary.measured.model_dump() if canary.measured else None
-    names = ("base", "steps", "min_effect", "min_headroom", "state", "verdict", "predicted_before", "predicted_after")
-    return {**{name: getattr(canary, name) for name in names}, "before": rows, "measured": measured}
-
-
-def from_json(stored: Mapping[str, object]) -> Canary:
-    """The canary from the JSON of the database."""
-    values: dict[str, object] = {
-        **stored,
-        "before": tuple(StepOfAllRanks(*row) for row in stored["before"]),  # type: ignore[attr-defined]
-        "measured": CanaryMeasure.model_validate(stored["measured"]) if stored["measured"] else None,
-    }
-    return Canary(**values)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from tidegate.daemon.decisions.canary import Canary
 from tidegate.wire.base import KnobChanges
@@ -30,12 +30,14 @@ DecisionKind = Literal[
 """What has happened to a generation. `rank_applied`: one rank runs with it; `applied`: all present ranks do.
 `promoted`, `condemned`: verdict of its trial. `canary_ended`: its trial has ended, because another generation was
 committed."""
+COMMITTED_STATES: Final = frozenset({"committed", "applied"})
+"""States of a generation that was committed: `committed` first, then `applied` when all present ranks run with it."""
 NO_RANKS: Final = "No rank is running: takes effect when the run starts again."
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
-    """The vote of one rank. `can`: whether it can run with the proposed knobs. `reason`: why not, if it cannot."""
+class Ballot(NamedTuple):
+    """The vote of one rank. `can`: whether it can run with the proposed knobs. `reason`: why not, if it cannot. In the
+    database a vote is a JSON array."""
 
     can: bool
     reason: str
@@ -181,8 +183,7 @@ def decide(control: ControlState, event: ControlEvent) -> Outcome:
                 pending = replace(pending, votes={r: b for r, b in pending.votes.items() if r != rank})
             return replace(control, present=control.present | {rank}, pending=pending), ()
         case RankLeft(rank, at):
-            without = replace(control, present=control.present - {rank})
-            counted, decisions = _count_votes(without, at)
+            counted, decisions = _count_votes(replace(control, present=control.present - {rank}), at)
             after, more = _check_applied(counted, control.committed) if not decisions else (counted, ())
             return after, decisions + more
         case Tick(now, at):
@@ -264,8 +265,7 @@ def _count_votes(control: ControlState, at: float) -> Outcome:
         return _commit(control, pending, NO_RANKS, at)
     if len(pending.votes) >= len(control.present) and control.present <= pending.votes.keys():
         ranks = len(control.present)
-        outcome = "The rank said yes." if ranks == 1 else f"All {ranks} ranks said yes."
-        return _commit(control, pending, outcome, at)
+        return _commit(control, pending, "The rank said yes." if ranks == 1 else f"All {ranks} ranks said yes.", at)
     return control, ()
 
 

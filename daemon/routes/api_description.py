@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -14,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from tidegate.daemon.problems import TITLES
 from tidegate.daemon.routes.examples import EXAMPLES
 from tidegate.daemon.security.scopes import RouteRequirement
-from tidegate.knobs.knobs import SPECS, KnobSpec
+from tidegate.knobs.knobs import SPECS, KnobKind, KnobSpec
 from tidegate.wire.standards import Problem
 
 ALWAYS: Final = (400, 413, 422, 500)
@@ -33,8 +32,9 @@ def describe(app: FastAPI) -> Json:
     for name in _DROPPED:
         schemas.pop(name, None)
     schemas["Problem"] = Problem.model_json_schema()
-    for method, path, operation in _operations(document):
-        _complete(method, path, operation)
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            _complete(method, path, operation)
     for example in EXAMPLES:
         schemas[type(example).__name__]["examples"] = [example.model_dump(mode="json", exclude_unset=True)]
     schemas["KnobPatch"]["properties"]["changes"] |= {
@@ -42,12 +42,6 @@ def describe(app: FastAPI) -> Json:
         "properties": {name: _values(spec) for name, spec in SPECS.items()},
     }
     return document
-
-
-def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
-    for path, item in document["paths"].items():
-        for method, operation in item.items():
-            yield method, path, operation
 
 
 def _complete(method: str, path: str, operation: Json) -> None:
@@ -74,17 +68,12 @@ def _complete(method: str, path: str, operation: Json) -> None:
 def _values(spec: KnobSpec) -> Json:
     """The JSON schema of the values that a knob can have in any run. The bounds for one run are in `GET …/knobs`."""
     words: list[Json] = [{"type": "string", "enum": list(spec.words)}] if spec.words else []
-    match spec.kind:
-        case "number":
-            kinds: list[Json] = [{"type": "number", "minimum": spec.minimum, "maximum": spec.maximum}]
-        case "size":
-            kinds = [
-                {"type": "integer", "minimum": spec.minimum, "maximum": spec.maximum},
-                {"type": "string", "pattern": rf"^{_DECIMAL} ?([KMGT]i?)?B$"},
-            ]
-        case "weights":
-            one = rf"[a-z0-9_-]{{1,32}}:{_DECIMAL}(e[+-]?[0-9]{{1,2}})?"
-            kinds = [{"type": "string", "pattern": f"^{one}(,{one})*$"}]
-        case "choice":
-            kinds = []
-    return {"anyOf": kinds + words, "description": spec.help}
+    weight = rf"[a-z0-9_-]{{1,32}}:{_DECIMAL}(e[+-]?[0-9]{{1,2}})?"
+    bounds = {"minimum": spec.minimum, "maximum": spec.maximum}
+    by_kind: dict[KnobKind, list[Json]] = {
+        "number": [{"type": "number", **bounds}],
+        "size": [{"type": "integer", **bounds}, {"type": "string", "pattern": rf"^{_DECIMAL} ?([KMGT]i?)?B$"}],
+        "weights": [{"type": "string", "pattern": f"^{weight}(,{weight})*$"}],
+        "choice": [],
+    }
+    return {"anyOf": by_kind[spec.kind] + words, "description": spec.help}

@@ -53,8 +53,7 @@ class FastRoute(APIRoute):
         agent = own_agent(plane, state["caller"], scope["path_params"]["agent"])
         more: dict[str, Any] = await self._read(scope, receive)
         if self._takes_token:
-            authorization = Headers(scope=scope).get("authorization", "")
-            more["token"] = request_token(scope["app"].state.tokens, authorization)
+            more["token"] = request_token(scope["app"].state.tokens, Headers(scope=scope).get("authorization", ""))
         answer = await self.endpoint(plane=plane, agent=agent, **more)
         response = Response(answer.__pydantic_serializer__.to_json(answer), media_type="application/json")
         await response(scope, receive, send)

@@ -1,11 +1,14 @@
-"""/healthz, /readyz and /metrics: health and metrics of the daemon itself."""
+"""/healthz, /readyz, /v1/proof and /metrics: health, proof of identity and metrics of the daemon itself."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from tidegate.client.daemon_proof import NONCE_PATTERN, PATH, sign
 from tidegate.daemon.problems import ProblemError, problem_responses
 from tidegate.daemon.routes.dependencies import Plane
 from tidegate.daemon.security.scopes import PROBE
@@ -31,6 +34,16 @@ async def readyz(request: Request, plane: Plane) -> dict[str, str]:
     if plane.closing:
         raise ProblemError(503, "not-ready", "The daemon is shutting down.")
     return {"status": "ready"}
+
+
+@router.get(PATH)
+async def proof(
+    request: Request, nonce: Annotated[str, Query(pattern=NONCE_PATTERN, description="random, hexadecimal")]
+) -> dict[str, str]:
+    """An HMAC-SHA256 over the nonce and the address at which the connection arrived. Its key is the secret in the file
+    `proof.key` of the state directory."""
+    host, port = request.scope["server"]
+    return {"proof": sign(request.app.state.proof_key, nonce, host, port)}
 
 
 @metrics_router.get("/metrics", response_class=PlainTextResponse)

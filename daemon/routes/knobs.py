@@ -1,4 +1,5 @@
-"""/v1/runs/{run}/knobs: read and change the knobs of a run while it trains. Every change is a new generation."""
+"""/v1/runs/{run}/knobs and others: read and change the knobs of a run while it trains, and recommend changes. Every
+change is a new generation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Header, Query, Response
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.bounded_answer import bounded_generations, bounded_knobs
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.preview import prediction_inputs, preview
+from tidegate.daemon.control.preview import advise, prediction_inputs, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.generations import Generation
@@ -26,7 +27,7 @@ from tidegate.knobs.knobs import Knobs, show, specs_for
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import Rollback
 from tidegate.wire.knobs import GenerationView, KnobPatch, KnobsView
-from tidegate.wire.prediction import KnobPreview
+from tidegate.wire.prediction import Advice, KnobPreview
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["knobs"])
 
@@ -67,8 +68,7 @@ async def change(
         prediction = await _predict(found, before, after) if dry_run or patch.canary else None
         if dry_run and prediction is not None:
             return prediction
-        make = functools.partial(_make, plane, found, patch, author, if_match, before, prediction)
-        made = await plane.turns.do(make)
+        made = await plane.turns.do(functools.partial(_make, plane, found, patch, author, if_match, before, prediction))
     return await _outcome(plane, found, made.number, wait, response)
 
 
@@ -106,6 +106,19 @@ async def generations(plane: Plane, run: str) -> Response:
         return bounded_generations(views)
 
     return Response(await asyncio.to_thread(read), media_type="application/json")
+
+
+@router.get("/advice", dependencies=[READ])
+async def advice(plane: Plane, run: str) -> Advice:
+    """Knob changes that are predicted to shorten the update by 3 % or more, or the reason why there are none. Without a
+    prediction, the sentence ends with the verdict on the last step, which names a remedy by a rule of thumb."""
+    found = plane.registry.run(run)
+    now = serializers.knobs_of(found.control.committed)
+    made = await asyncio.to_thread(advise, found.name, now, prediction_inputs(found))
+    verdict = found.lead[1].recent[-1].verdict if found.lead and found.lead[1].recent else ""
+    if made.predicted_update_seconds_now is not None or not verdict:
+        return made
+    return made.model_copy(update={"sentence": f"{made.sentence} The last step: {verdict}."})
 
 
 def _make(

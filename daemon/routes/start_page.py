@@ -77,16 +77,10 @@ async def start() -> Response:
 
 
 @router.get("/docs/swagger-ui-bundle.js")
-async def script() -> Response:
-    return _file("swagger-ui-bundle.js")
-
-
 @router.get("/docs/swagger-ui.css")
-async def style() -> Response:
-    return _file("swagger-ui.css")
-
-
-def _file(name: str) -> Response:
+async def file(request: Request) -> Response:
+    """A file of Swagger UI."""
+    name = request.url.path.rpartition("/")[2]
     try:
         content = (resources.files(_PACKAGE) / "static" / name).read_bytes()
     except (ModuleNotFoundError, OSError) as error:

@@ -18,6 +18,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Literal
 
 Reason = Literal["deadline", "evicted", "too-large", "invalid", "full", "descriptors"]
@@ -42,22 +43,20 @@ REQUEST_SECONDS: Final = 75.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class Connection:
     """One accepted connection. `authorized`: a request with a valid token was received on it."""
 
-    __slots__ = ("_limiter", "_timer", "address", "authorized", "close", "gone", "incomplete", "served")
-
-    def __init__(self, limiter: ConnectionLimiter, address: str, close: Callable[[Reason], object]) -> None:
-        self._limiter = limiter
-        self.address = address
-        self.close = close
-        self.authorized = False
-        self.gone = False
-        self.incomplete = False
-        """Whether a request is being received."""
-        self.served = False
-        """Whether at least one response was sent."""
-        self._timer: asyncio.TimerHandle | None = None
+    _limiter: ConnectionLimiter
+    address: str
+    close: Callable[[Reason], object]
+    authorized: bool = False
+    gone: bool = False
+    incomplete: bool = False
+    """Whether a request is being received."""
+    served: bool = False
+    """Whether at least one response was sent."""
+    _timer: asyncio.TimerHandle | None = None
 
     def authorize(self) -> bool:
         """Counts the connection as one with a valid token. At the limit it returns False and changes nothing."""

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from tidegate import __version__
 from tidegate.daemon import problems
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.control.alerts import AlertRegistry
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.routes import (
-    advice,
     agents,
     alerts,
     audit,
     events,
     health,
     knobs,
-    proof,
     runs,
     service_discovery,
     start_page,
@@ -34,7 +33,7 @@ from tidegate.daemon.routes.fast_route import FastRouteMiddleware
 from tidegate.daemon.security.middleware import SecurityMiddleware
 from tidegate.daemon.security.scopes import RouteRequirements
 from tidegate.daemon.security.tokens import Tokens, ensure_files, read_files
-from tidegate.daemon.server.metrics import RequestMetricsMiddleware, Requests, RunCollector, refused_connections
+from tidegate.daemon.server.metrics import RequestMetricsMiddleware, RunCollector, refused_connections
 from tidegate.daemon.storage.open_database import open_store
 from tidegate.daemon.storage.readiness import Readiness
 from tidegate.daemon.storage.state_directory import prepare, proof_key
@@ -66,7 +65,7 @@ def create_app(settings: Settings) -> FastAPI:
     store.use_short_timeout()
     app = FastAPI(
         title="Tidegate",
-        version=_version(),
+        version=__version__,
         openapi_url=None,  # served by a route of `routes/start_page.py`
         docs_url=None,
         redoc_url=None,
@@ -83,49 +82,41 @@ def create_app(settings: Settings) -> FastAPI:
     registry.register(RunCollector(plane))
     app.state.refused = refused_connections(registry)
     problems.install(app)
-    routers = [
-        agents.fast_router,
-        *(
-            part.router
-            for part in (
-                agents,
-                runs,
-                knobs,
-                audit,
-                alerts,
-                events,
-                service_discovery,
-                health,
-                proof,
-                advice,
-                start_page,
-            )
-        ),
-    ]
-    served = routers + ([health.metrics_router] if settings.metrics else [])
+    parts = (agents, runs, knobs, audit, alerts, events, service_discovery, health, start_page)
+    served = [agents.fast_router, *(part.router for part in parts)]
+    served += [health.metrics_router] if settings.metrics else []
     for router in served:
         app.include_router(router)
     app.state.metrics = settings.metrics
     app.state.routes = [route for router in served for route in router.routes]
-    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
     app.state.tokens = tokens = Tokens(store)
     requirements = RouteRequirements(app.state.routes)
     app.add_middleware(FastRouteMiddleware, handlers=app.exception_handlers)
     app.add_middleware(SecurityMiddleware, tokens=tokens, requirements=requirements, settings=settings)
-    app.add_middleware(RequestMetricsMiddleware, requests=Requests(registry))
+    app.add_middleware(RequestMetricsMiddleware, registry=registry)
     return app
-
-
-def _described(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        app.openapi_schema = describe(app)
-    return app.openapi_schema
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     plane: ControlPlane = app.state.plane
-    timers = [asyncio.create_task(_tick_forever(plane)), asyncio.create_task(_check_tokens_forever(app.state.tokens))]
+
+    async def check_tokens() -> None:
+        app.state.tokens.check_waiting()
+
+    tick = functools.partial(plane.turns.do, plane.tick)
+    timers = [
+        asyncio.create_task(_forever(work, pause, failed))
+        for work, pause, failed in (
+            (tick, TICK_SECONDS, "the periodic work of the control plane (its tick) failed"),
+            (
+                check_tokens,
+                TOKEN_CHECK_SECONDS,
+                "the check whether tokens of waiting requests are still valid failed",
+            ),
+        )
+    ]
     try:
         yield
     finally:
@@ -141,30 +132,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
                 plane.store.close()
 
 
-async def _tick_forever(plane: ControlPlane) -> None:
-    """Timer loop: calls the control plane's `tick` until the task is cancelled."""
+async def _forever(work: Callable[[], Awaitable[None]], pause: float, failed: str) -> None:
+    """Timer loop: does `work`, then pauses for `pause` seconds, until the task is cancelled. failed: the text for the
+    log if the work fails; a temporary error, such as a full disk, does not stop the loop."""
     while True:
         try:
-            await plane.turns.do(plane.tick)
-        except Exception:  # a temporary error, such as a full disk, must not stop the timer loop
-            log.exception("the periodic work of the control plane (its tick) failed; it is tried again")
+            await work()
+        except Exception:
+            log.exception("%s; it is tried again", failed)
             await asyncio.sleep(RETRY_SECONDS)
-        await asyncio.sleep(TICK_SECONDS)
-
-
-async def _check_tokens_forever(tokens: Tokens) -> None:
-    """Timer loop: wakes the waiting requests whose token has ended, until the task is cancelled."""
-    while True:
-        try:
-            tokens.check_waiting()
-        except Exception:  # as in `_tick_forever`
-            log.exception("the check whether tokens of waiting requests are still valid failed; it is tried again")
-            await asyncio.sleep(RETRY_SECONDS)
-        await asyncio.sleep(TOKEN_CHECK_SECONDS)
-
-
-def _version() -> str:
-    try:
-        return version("tidegate")
-    except PackageNotFoundError:
-        return "0"
+        await asyncio.sleep(pause)

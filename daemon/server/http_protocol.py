@@ -129,8 +129,7 @@ class Protocol(PipelinedProtocol):
         """Callback of the connection limiter: closes the connection. A request that is not complete in time first
         gets a 408 response."""
         if reason == "deadline" and self._connection.incomplete and self.transport.get_write_buffer_size() == 0:
-            detail = f"The request did not come in within {self._limiter.seconds:g} s."
-            self._answer(problem(408, "too-slow", detail))
+            self._answer(problem(408, "too-slow", f"The request did not come in within {self._limiter.seconds:g} s."))
         else:
             self.transport.abort()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import ipaddress
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import Counter
 
+from tidegate.client.discovery import is_loopback
 from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.security.connections import Connection, ConnectionLimiter, descriptor_limit, raise_descriptor_limit
 from tidegate.daemon.server.app import create_app
@@ -131,8 +131,7 @@ def make_server(app: FastAPI, settings: Settings) -> Server:
 
 def _listen(bind: str, port: int) -> socket.socket:
     """The listening socket. It is opened before the database, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit TCP_NODELAY. asyncio sets the option on its own sockets only. Without the option
@@ -152,12 +151,6 @@ def _listen(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 @contextlib.contextmanager
 def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     """Prints the daemon's actual address and writes it to `daemon.json`, which is deleted when the daemon ends."""
@@ -171,7 +164,7 @@ def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     except OSError as error:
         raise DaemonError(f"The daemon's address cannot be written to {path}: {unwritable(error)}.") from error
     print(f"Tidegate daemon at {url}, state in {settings.home}.", flush=True)
-    if not settings.tls_certificate and not _is_loopback(host):
+    if not settings.tls_certificate and not is_loopback(host):
         log.warning("tokens cross the network unencrypted: give --tls-certificate, or put a TLS proxy in front")
     try:
         yield

@@ -42,28 +42,6 @@ class RunCollector(Collector):
         yield generations
 
 
-class Requests:
-    """Metric families of requests: the count and the duration in seconds."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        total, seconds = "tidegate_requests_total", "tidegate_request_seconds"
-        self.total = Counter(total, BY_NAME[total].help, ["route", "method", "status"], registry=registry)
-        self.seconds = Histogram(
-            seconds, BY_NAME[seconds].help, ["route", "method"], buckets=SECONDS_BUCKETS, registry=registry
-        )
-        self._labelled = functools.lru_cache(maxsize=1_024)(self._find_labelled)
-
-    def record(self, route: str, method: str, status: str, seconds: float) -> None:
-        """Counts one request, and observes its duration."""
-        count, duration = self._labelled(route, method, status)
-        count.inc()
-        duration.observe(seconds)
-
-    def _find_labelled(self, route: str, method: str, status: str) -> tuple[Counter, Histogram]:
-        return self.total.labels(route, method, status), self.seconds.labels(route, method)
-
-
 def refused_connections(registry: CollectorRegistry) -> Counter:
     """Metric family that counts refused connections by reason."""
     name = "tidegate_refused_connections_total"
@@ -76,9 +54,15 @@ def refused_connections(registry: CollectorRegistry) -> Counter:
 class RequestMetricsMiddleware:
     """ASGI middleware that counts and times requests, labelled by route template so that there are few label values."""
 
-    def __init__(self, app: ASGIApp, *, requests: Requests) -> None:
+    def __init__(self, app: ASGIApp, *, registry: CollectorRegistry) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        total, seconds = "tidegate_requests_total", "tidegate_request_seconds"
         self._app = app
-        self._requests = requests
+        self._total = Counter(total, BY_NAME[total].help, ["route", "method", "status"], registry=registry)
+        self._seconds = Histogram(
+            seconds, BY_NAME[seconds].help, ["route", "method"], buckets=SECONDS_BUCKETS, registry=registry
+        )
+        self._labelled = functools.lru_cache(maxsize=1_024)(self._find_labelled)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,4 +81,9 @@ class RequestMetricsMiddleware:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "PATCH", "DELETE", "HEAD") else "other"
-            self._requests.record(route, method, f"{status // 100}xx", time.perf_counter() - begin)
+            count, duration = self._labelled(route, method, f"{status // 100}xx")
+            count.inc()
+            duration.observe(time.perf_counter() - begin)
+
+    def _find_labelled(self, route: str, method: str, status: str) -> tuple[Counter, Histogram]:
+        return self._total.labels(route, method, status), self._seconds.labels(route, method)

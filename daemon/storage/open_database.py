@@ -8,7 +8,7 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from tidegate.daemon.configuration.settings import Settings
@@ -24,13 +24,15 @@ exist: if it is missing, it was lost."""
 
 def open_store(settings: Settings) -> Store:
     """The store of these settings. DaemonError for a lost or damaged database, which is left unchanged."""
-    marker, file = settings.home / MARKER, _file(settings.url)
-    if file is None and _is_in_memory(settings.url):
+    marker, url = settings.home / MARKER, _parsed(settings.url)
+    file = _file(url)
+    if file is None and _is_in_memory(url):
         raise DaemonError(
             f"--database-url {settings.url} is a database in memory, which would lose runs and knobs when the daemon "
             "ends: name a file (sqlite:////path/to/tidegate.db), or leave out --database-url."
         )
-    name = file.name if file == settings.database else _shown(settings.url)
+    shown = url.render_as_string(hide_password=True) if url is not None else "that --database-url names"
+    name = file.name if file is not None and file == settings.database else shown
     try:
         known = read_private(marker).splitlines()
         if file is not None:
@@ -40,8 +42,7 @@ def open_store(settings: Settings) -> Store:
                 raise _lost(str(file), "is empty" if file.exists() else "is missing", marker)
             else:
                 _make_private(file)
-        if_new = _lost(name, "has no tables", marker) if name in known else None
-        store = Store(settings.url, if_new)
+        store = Store(settings.url, _lost(name, "has no tables", marker) if name in known else None)
         if name not in known:
             write_private(marker, "\n".join([*known, name]))
     except OSError as error:
@@ -75,25 +76,23 @@ def _check(file: Path, state_dir: Path) -> None:
         )
 
 
-def _file(url: str) -> Path | None:
+def _parsed(url: str) -> URL | None:
+    with contextlib.suppress(ArgumentError):
+        return make_url(url)
+    return None
+
+
+def _file(url: URL | None) -> Path | None:
     """The file of an SQLite database; None for any other database."""
-    try:
-        parsed = make_url(url)
-    except ArgumentError:
-        return None
-    name = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    name = url.database if url is not None and url.get_backend_name() == "sqlite" else None
     return None if not name or name == ":memory:" or name.startswith("file:") else Path(name).absolute()
 
 
-def _is_in_memory(url: str) -> bool:
-    try:
-        made = make_url(url)
-    except ArgumentError:
+def _is_in_memory(url: URL | None) -> bool:
+    if url is None or url.get_backend_name() != "sqlite":
         return False
-    name = made.database or ""
-    return made.get_backend_name() == "sqlite" and (
-        name in ("", ":memory:") or "mode=memory" in url or ":memory:" in name
-    )
+    name = url.database or ""
+    return name in ("", ":memory:") or "mode=memory" in url.render_as_string() or ":memory:" in name
 
 
 def _size(file: Path) -> int:
@@ -107,11 +106,3 @@ def _make_private(file: Path) -> None:
     """Creates the database file with mode 0600. SQLite gives its other files the mode of this file."""
     with contextlib.suppress(OSError):  # the file exists, or opening the store reports why it cannot be created
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-
-
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return "that --database-url names"

@@ -5,20 +5,18 @@ Each function `…_of(row)` raises for a row that cannot be read.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from pydantic import Field, TypeAdapter
 
-from tidegate.daemon.decisions import canary
-from tidegate.daemon.decisions.generations import Ballot, Generation
+from tidegate.daemon.decisions.generations import Generation
 from tidegate.daemon.storage.schema import AgentRow, AuditEntry, GenerationRow, RunRow
 from tidegate.knobs.knobs import Knobs
 from tidegate.wire.agent import AgentHello, Rates
 from tidegate.wire.audit import AuditRow
 from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, Message, RunName
 from tidegate.wire.evidence import ModelEvidence
-from tidegate.wire.knobs import MeasuredEffect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +71,8 @@ _AGENT: Final = TypeAdapter(AgentRecord)
 _GENERATION: Final = TypeAdapter(Generation)
 
 
-def generation_row(run: str, g: Generation) -> GenerationRow:
-    return GenerationRow(
-        run=run,
-        number=g.number,
-        state=g.state,
-        knobs=dict(g.knobs),
-        changes=dict(g.changes),
-        author=g.author,
-        reason=g.reason,
-        created_at=g.created_at,
-        decided_at=g.decided_at,
-        outcome=g.outcome,
-        votes={str(rank): [ballot.can, ballot.reason] for rank, ballot in g.votes.items()},
-        applied={str(rank): step for rank, step in g.applied.items()},
-        effect=g.effect.model_dump() if g.effect else None,
-        canary=dict(canary.as_json(g.canary)) if g.canary else None,
-        restores=g.restores,
-    )
+def generation_row(run: str, generation: Generation) -> GenerationRow:
+    return GenerationRow(run=run, **_GENERATION.dump_python(generation, mode="json"))
 
 
 def run_of(row: RunRow) -> tuple[str, float]:
@@ -115,28 +97,9 @@ def agent_of(row: AgentRow) -> AgentRecord:
 
 
 def generation_of(row: GenerationRow) -> Generation:
-    generation = _GENERATION.validate_python(asdict(_generation(row)))
+    generation = _GENERATION.validate_python({field.name: getattr(row, field.name) for field in fields(Generation)})
     Knobs(**generation.knobs)  # type: ignore[arg-type]  # raises for invalid knobs
     return generation
-
-
-def _generation(row: GenerationRow) -> Generation:
-    return Generation(
-        number=row.number,
-        state=row.state,  # type: ignore[arg-type]
-        knobs=row.knobs,
-        changes=row.changes,
-        author=row.author,
-        reason=row.reason,
-        created_at=row.created_at,
-        decided_at=row.decided_at,
-        outcome=row.outcome,
-        votes={int(rank): Ballot(*ballot) for rank, ballot in row.votes.items()},
-        applied={int(rank): step for rank, step in row.applied.items()},
-        effect=MeasuredEffect.model_validate(row.effect) if row.effect else None,
-        canary=canary.from_json(row.canary) if row.canary else None,
-        restores=row.restores,
-    )
 
 
 def agent_row(agent: AgentRecord) -> AgentRow:

@@ -38,8 +38,7 @@ class RowReader:
         known = self.unreadable.setdefault(table, set())
         if key not in known:
             known.add(key)
-            why = reason(error)
-            log.error("row %r of table %s cannot be read and is ignored (%s): %s", key, table, why, REMEDY)
+            log.error("row %r of table %s cannot be read and is ignored (%s): %s", key, table, reason(error), REMEDY)
 
 
 def key_of(row: Base) -> tuple[Any, ...]:

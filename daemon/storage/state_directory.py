@@ -40,7 +40,8 @@ def prepare(state_dir: Path) -> Path:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = state_dir.stat()
         own = state_dir / OWN_FOLDER
-        if home_of(state_dir) == state_dir and _is_private(status) and not _is_there(own):
+        private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
+        if home_of(state_dir) == state_dir and private and not _is_there(own):
             return state_dir
         with contextlib.suppress(FileExistsError):
             own.mkdir(mode=0o700)
@@ -49,10 +50,6 @@ def prepare(state_dir: Path) -> Path:
     except OSError as error:
         raise DaemonError(f"The state directory {state_dir} cannot be made: {unwritable(error)}.") from error
     return own
-
-
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
 
 
 def _is_there(path: Path) -> bool:

@@ -113,8 +113,7 @@ class Store:
     def runs(self) -> dict[str, float]:
         """Every run that can be read, with its time of creation in seconds since the epoch."""
         with self._reading() as session:
-            rows = session.scalars(select(RunRow).order_by(RunRow.created_at))
-            return dict(self.row_reader.each(rows, run_of))
+            return dict(self.row_reader.each(session.scalars(select(RunRow).order_by(RunRow.created_at)), run_of))
 
     def run_names(self) -> set[str]:
         """The names of all stored runs, including runs that cannot be read."""
@@ -156,9 +155,8 @@ class Store:
         with self._session.begin() as session:
             agents = select(AgentRow.agent).where(AgentRow.run.in_(runs))
             session.execute(delete(StepRow).where(StepRow.agent.in_(agents)))
-            session.execute(delete(AgentRow).where(AgentRow.run.in_(runs)))
-            session.execute(delete(GenerationRow).where(GenerationRow.run.in_(runs)))
-            session.execute(delete(AlertRow).where(AlertRow.run.in_(runs)))
+            for row in (AgentRow, GenerationRow, AlertRow):
+                session.execute(delete(row).where(row.run.in_(runs)))
             session.execute(delete(RunRow).where(RunRow.name.in_(runs)))
             session.add_all(audit_entry(note) for note in notes)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tidegate.dashboard.data import knob_edits
-from tidegate.knobs.knobs import SPECS, same
+from tidegate.knobs.knobs import same
 from tidegate.wire.audit import AuditRow
-from tidegate.wire.base import KnobChanges
 
 ALERT: Final = "alert_"
 
@@ -36,15 +35,6 @@ def filtered(rows: Sequence[AuditRow], wanted: AuditFilter) -> list[AuditRow]:
     return [row for row in reversed(rows) if wanted.takes(row)]
 
 
-def actions(rows: Iterable[AuditRow]) -> list[str]:
-    """The different actions of the rows, sorted."""
-    return sorted({row.action for row in rows})
-
-
-def actors(rows: Iterable[AuditRow]) -> list[str]:
-    return sorted({row.actor for row in rows})
-
-
 def action_text(action: str) -> str:
     """An action as text: `alert_firing` becomes `alert firing`."""
     return action.replace("_", " ")
@@ -55,16 +45,8 @@ def change(row: AuditRow) -> str:
     if row.action.startswith(ALERT):
         knob = str(row.after.get("knob", ""))
         return f"{row.after.get('alert', '')}" + (f", turn {knob}" if knob not in ("", "none") else "")
-    different = _different(row.before, row.after) if row.before or not row.generation else {}
-    return knob_edits.describe(different, row.before) if different else ""
-
-
-def _different(before: KnobChanges, after: KnobChanges) -> KnobChanges:
-    return {name: value for name, value in after.items() if name not in before or not _same(name, value, before[name])}
-
-
-def _same(name: str, one: float | int | str, other: float | int | str) -> bool:
-    return same(name, one, other) if name in SPECS else one == other
+    different = {n: v for n, v in row.after.items() if n not in row.before or not same(n, v, row.before[n])}
+    return knob_edits.describe(different, row.before) if different and (row.before or not row.generation) else ""
 
 
 def _row_text(row: AuditRow) -> str:

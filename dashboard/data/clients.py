@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from cachetools import LRUCache
+from cachetools import LRUCache, cached
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.discovery import find_token
@@ -14,18 +14,16 @@ from tidegate.errors import DaemonError, NotAuthorized
 TIMEOUT_SECONDS: Final = 3.0
 CLIENTS_KEPT: Final = 8
 
-_clients: LRUCache[tuple[str, str | None], DaemonClient] = LRUCache(CLIENTS_KEPT)
-_lock = threading.Lock()
+
+@cached(LRUCache(CLIENTS_KEPT), lock=threading.Lock())
+def _client(url: str, token: str | None) -> DaemonClient:
+    return DaemonClient(url, token, timeout=TIMEOUT_SECONDS)
 
 
 def shared_client(url: str) -> DaemonClient:
     """The shared client for the daemon at `url`. Callers must not close it: a client that has left the cache is closed
     when nobody uses it any more."""
-    key = (url, find_token("read"))
-    with _lock:
-        if key not in _clients:
-            _clients[key] = DaemonClient(*key, timeout=TIMEOUT_SECONDS)
-        return _clients[key]
+    return _client(url, find_token("read"))
 
 
 def explain(error: DaemonError, url: str) -> str:
@@ -36,11 +34,3 @@ def explain(error: DaemonError, url: str) -> str:
             "the daemon, or set TIDEGATE_READ_TOKEN."
         )
     return str(error) or f"The daemon at {url} answered with an error."
-
-
-def forget() -> None:
-    """Closes all clients."""
-    with _lock:
-        for client in _clients.values():
-            client.close()
-        _clients.clear()

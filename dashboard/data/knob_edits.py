@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tidegate.dashboard.style import units
 from tidegate.errors import KnobError
 from tidegate.knobs.kinds import show_size
-from tidegate.knobs.knobs import KnobValue
+from tidegate.knobs.knobs import KnobKind, KnobValue
 from tidegate.wire.knobs import GenerationView, KnobBound
 
 
@@ -41,26 +41,19 @@ def accepted(bound: KnobBound) -> str:
 
 def limits(bound: KnobBound) -> str:
     """The values that a field accepts, as text without unit: `auto, off or 1 to 1 000 000`."""
-    match bound.kind:
-        case "number":
-            values = f"{_number(bound.minimum)} to {_number(bound.maximum)}"
-        case "size":
-            values = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
-        case "weights":
-            values = f"weights of {', '.join(bound.paths)}"
-        case "choice":
-            return ", ".join(bound.words)
-    return f"{', '.join(bound.words)} or {values}" if bound.words else values
+    values: dict[KnobKind, str] = {
+        "number": f"{_number(bound.minimum)} to {_number(bound.maximum)}",
+        "size": f"{show_size(bound.minimum)} to {show_size(bound.maximum)}",
+        "weights": f"weights of {', '.join(bound.paths)}",
+        "choice": "",
+    }
+    return " or ".join(part for part in (", ".join(bound.words), values[bound.kind]) if part)
 
 
 def example(bound: KnobBound) -> str:
     """An example value, shown in the knob's empty text field."""
-    match bound.kind:
-        case "size":
-            return "12GiB"
-        case "weights":
-            return ",".join(f"{path}:1" for path in bound.paths)
-    return ""
+    examples: dict[KnobKind, str] = {"size": "12GiB", "weights": ",".join(f"{path}:1" for path in bound.paths)}
+    return examples.get(bound.kind, "")
 
 
 def _number(value: float) -> str:

@@ -10,9 +10,8 @@ from typing import Final
 from cachetools import LRUCache
 
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.dashboard.data import read_cache
 from tidegate.dashboard.data.clients import shared_client
-from tidegate.dashboard.data.read_cache import CachedQuery
+from tidegate.dashboard.data.read_cache import CachedQuery, Reading
 from tidegate.errors import DaemonError, NotFound
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.knobs import GenerationView, KnobsView
@@ -50,25 +49,10 @@ class Runs:
     problem: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotReading:
-    """The newest available snapshot. `problem`: why it is not up to date."""
-
-    snapshot: Snapshot | None = None
-    problem: str | None = None
-
-
 _timelines: LRUCache[tuple[str, str, int, str, int], TimelineView] = LRUCache(TIMELINES_KEPT)
 """Timelines by daemon, run, rank, process of the rank, and step. The process is in the key, because a restarted run can
 have a different update with the same step number."""
 _lock = threading.Lock()
-
-
-def forget() -> None:
-    """Clears all caches and closes the clients."""
-    read_cache.forget()
-    with _lock:
-        _timelines.clear()
 
 
 def runs(url: str) -> Runs:
@@ -77,16 +61,15 @@ def runs(url: str) -> Runs:
     return Runs(runs=reading.value or (), problem=reading.problem)
 
 
-def snapshot_reading(url: str, run: str, rank: int) -> SnapshotReading:
+def snapshot_reading(url: str, run: str, rank: int) -> Reading[Snapshot]:
     """The snapshot of one rank; the last one if the daemon cannot be reached."""
-    reading = _SNAPSHOTS.get(url, (run, rank))
-    return SnapshotReading(snapshot=reading.value, problem=reading.problem)
+    return _SNAPSHOTS.get(url, (run, rank))
 
 
 def newest_timeline(url: str, run: str, rank: int) -> TimelineView | None:
     """The rank's newest timeline; None before the first one. As timelines are large, it is read again only after a new
     step, or after `LONGEST_SECONDS`."""
-    snapshot = snapshot_reading(url, run, rank).snapshot
+    snapshot = snapshot_reading(url, run, rank).value
     if snapshot is None:
         return None
     return _TIMELINES.get(url, (run, rank, _whose(snapshot.rank), snapshot.rank.step)).value
@@ -141,7 +124,7 @@ def _whose(rank: RankView) -> str:
 
 def _process(url: str, run: str, rank: int) -> str:
     """A text that identifies the present or last process of the rank; empty if the rank was never read."""
-    snapshot = _SNAPSHOTS.last(url, (run, rank)) or snapshot_reading(url, run, rank).snapshot
+    snapshot = _SNAPSHOTS.last(url, (run, rank)) or snapshot_reading(url, run, rank).value
     return _whose(snapshot.rank) if snapshot else ""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -13,20 +14,20 @@ from cachetools import LRUCache
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard.data import clients
 from tidegate.errors import DaemonError
+from tidegate.wire.alert import AlertView
 
 T = TypeVar("T")
+NO_RUN: Final = ""
 MAX_KEPT: Final = 64
 """Largest number of entries in a cache; the least recently used entry is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Generic[T]):
-    """The newest available value. `problem`: why it is not up to date, as a sentence; `error`: the cause."""
+    """The newest available value. `problem`: why it is not up to date, as a sentence."""
 
     value: T | None = None
     problem: str | None = None
-    error: DaemonError | None = None
-    read_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -50,7 +51,6 @@ class CachedQuery(Generic[T]):
         self._read, self._seconds = read, seconds
         self._lock = threading.Lock()
         self._entries: LRUCache[Hashable, _Entry[T]] = LRUCache(most)
-        _KINDS.append(self)
 
     def get(self, url: str, key: Hashable = None) -> Reading[T]:
         """The value, read again if it is older than `seconds`; the last value with the problem if the read fails."""
@@ -70,24 +70,19 @@ class CachedQuery(Generic[T]):
             entry = self._entries.get((url, key))
         return entry.reading.value if entry else None
 
-    def expire(self) -> None:
-        """Marks all entries as expired: each is read again at its next use. If that fails, the old value stays."""
-        with self._lock:
-            for entry in self._entries.values():
-                entry.until = 0.0
-
-    def forget(self) -> None:
-        with self._lock:
-            self._entries.clear()
-
     def _fresh(self, url: str, key: Hashable, before: Reading[T]) -> Reading[T]:
         try:
-            return Reading(value=self._read(clients.shared_client(url), key), read_at=time.time())
+            return Reading(value=self._read(clients.shared_client(url), key))
         except DaemonError as error:
-            return Reading(value=before.value, problem=clients.explain(error, url), error=error, read_at=before.read_at)
+            return Reading(value=before.value, problem=clients.explain(error, url))
 
 
-_KINDS: list[CachedQuery[Any]] = []
+def _read_firing(client: DaemonClient, _: object) -> Mapping[str, Sequence[AlertView]]:
+    by_run = defaultdict[str, list[AlertView]](list)
+    for alert in client.firing():
+        by_run[alert.run].append(alert)
+    return dict(by_run)
+
 
 ADVICE: Final = CachedQuery(lambda client, key: client.advice(key[0]), 20.0)
 """Cached knob advice of the model, by run and generation. It is kept for 20 s, because computing it costs the daemon
@@ -95,19 +90,6 @@ processor time."""
 AUDIT: Final = CachedQuery(lambda client, key: client.audit(key[0], key[1]), 2.0)
 """Cached rows of the audit log, by run and number of rows."""
 ALERTS: Final = CachedQuery(lambda client, run: client.alerts(run or None), 5.0)
-"""Cached alerts by run name. The empty name selects the alerts that concern no run in particular."""
-FIRING: Final = CachedQuery(lambda client, _: client.firing(), 5.0)
-"""Cached firing alerts: those of all runs, and those that concern no run in particular."""
-
-
-def expire() -> None:
-    """Marks all values of all caches as expired."""
-    for kind in _KINDS:
-        kind.expire()
-
-
-def forget() -> None:
-    """Clears all caches and closes the clients."""
-    for kind in _KINDS:
-        kind.forget()
-    clients.forget()
+"""Cached alerts by run name. The name `NO_RUN` selects the alerts that concern no run in particular."""
+FIRING: Final = CachedQuery(_read_firing, 5.0)
+"""Cached firing alerts by run name; those that concern no run in particular have the name `NO_RUN`."""

@@ -70,7 +70,9 @@ def summarize(steps: Sequence[StepReport]) -> StepSummary:
         steps=len(recent),
         pace=pace(recent),
         phase_seconds={phase: value for phase, value in phases.items() if value > 0},
-        exposed_seconds=_median(sum(s.exposed_seconds.values()) for s in recent) if _any_exposed(recent) else None,
+        exposed_seconds=_median(sum(s.exposed_seconds.values()) for s in recent)
+        if any(s.exposed_seconds for s in recent)
+        else None,
         stall_share=dict(sorted(shares.items(), key=lambda item: -item[1])),
         tokens_per_second=tokens_per_second(recent),
         loss=last.loss if last else None,
@@ -151,7 +153,3 @@ def _last_word(run: RunView, state: Liveness) -> float:
 def _median(values: Iterable[float]) -> float:
     found = list(values)
     return median(found) if found else 0.0
-
-
-def _any_exposed(steps: Sequence[StepReport]) -> bool:
-    return any(step.exposed_seconds for step in steps)

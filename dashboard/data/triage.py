@@ -73,6 +73,12 @@ def lead_rank(run: RunView) -> RankView | None:
     return next((rank for rank in ranks if rank.last_step is not None), ranks[0] if ranks else None)
 
 
+def last_figures(run: RunView) -> StepSummary:
+    """The figures of the lead rank's last step; those of no step if there is none."""
+    lead = lead_rank(run)
+    return summarize([lead.last_step] if lead and lead.last_step else [])
+
+
 def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
     """The suggested action for this run now; None if there is none."""
     if run.liveness == "finished" or (run.liveness == "lost" and now - run.last_seen > LOST_SECONDS):
@@ -154,8 +160,7 @@ def _full(run: RunView) -> Task | None:
 
 
 def _slow(run: RunView) -> Task | None:
-    known = lead_rank(run)
-    figures = summarize([known.last_step] if known and known.last_step else [])
+    figures = last_figures(run)
     cause, wait = next(iter(figures.stall_share.items()), ("", 0.0))
     share = wait * (figures.update_share or 0.0)
     if share < NOTEWORTHY_WAIT_SHARE:

@@ -71,33 +71,20 @@ def bars(rows: Sequence[SpanRow], finest: float, critical: Collection[int] = ())
     """One bar for each span. Neighbours of one kind on a lane are joined if their gap and one of the two bars are
     shorter than `finest` seconds. critical: numbers of the ops on the critical path."""
     joined: list[Bar] = []
-    by_lane: dict[str, list[SpanRow]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.start):
-        by_lane[row.lane].append(row)
-    for lane, spans in by_lane.items():
-        current: Bar | None = None
-        for row in spans:
-            length, is_critical = row.end - row.start, row.op in critical
-            if (
-                current
-                and current.kind == row.kind
-                and row.start - current.end < finest
-                and min(length, current.end - current.start) < finest
-            ):
-                current = Bar(
-                    current.kind, lane, current.subgroup, None, current.start, max(current.end, row.end),
-                    current.busy + length, current.nbytes + row.nbytes, current.numel + row.numel, current.num_ops + 1,
-                    current.critical or is_critical,
-                )  # fmt: skip
-                continue
-            if current:
-                joined.append(current)
-            current = Bar(
-                row.kind, lane, row.subgroup, row.slot, row.start, row.end, length, row.nbytes, row.numel,
-                critical=is_critical,
+    for row in sorted(rows, key=lambda row: (row.lane, row.start)):
+        bar = Bar(
+            row.kind, row.lane, row.subgroup, row.slot, row.start, row.end, row.end - row.start, row.nbytes, row.numel,
+            critical=row.op in critical,
+        )  # fmt: skip
+        before = joined[-1] if joined and (joined[-1].lane, joined[-1].kind) == (bar.lane, bar.kind) else None
+        if before and bar.start - before.end < finest and min(bar.end - bar.start, before.end - before.start) < finest:
+            joined[-1] = Bar(
+                bar.kind, bar.lane, before.subgroup, None, before.start, max(before.end, bar.end),
+                before.busy + bar.busy, before.nbytes + bar.nbytes, before.numel + bar.numel, before.num_ops + 1,
+                before.critical or bar.critical,
             )  # fmt: skip
-        if current:
-            joined.append(current)
+        else:
+            joined.append(bar)
     return joined
 
 
@@ -163,8 +150,7 @@ def _draw(view: TimelineView, row: Row, first: float, last: float, scale: float,
     timeline = as_timeline(view)
     critical = set(critical_path(timeline)) if ink else set()
     shown = [span for span in _within(view, first, last) if span.lane in row.middle]
-    finest = 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS
-    found = bars(shown, finest, critical)
+    found = bars(shown, 0.0 if len(shown) <= MAX_BARS else (last - first) / MAX_BARS, critical)
     by_kind: dict[str, list[Bar]] = defaultdict(list)
     for bar in found:
         by_kind[bar.kind].append(bar)

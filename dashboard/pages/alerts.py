@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard.data import queries, read_cache
-from tidegate.dashboard.data.firing_alerts import NO_RUN
-from tidegate.dashboard.data.step_stats import summarize
+from tidegate.dashboard.data import read_cache
 from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed
-from tidegate.dashboard.style import markup, palette, snippets
+from tidegate.dashboard.style import markup, snippets
 from tidegate.dashboard.widgets import alerts as parts
 from tidegate.dashboard.widgets import audit, header
 
@@ -22,16 +20,13 @@ def alerts(context: PageContext) -> None:
 
 @refreshed
 def _firing(context: PageContext) -> None:
-    snapshot_reading = queries.snapshot_reading(context.url, context.run, context.rank)
-    if snapshot_reading.snapshot is None:
-        header.no_data(context, snapshot_reading)
+    snapshot_reading = header.header(context)
+    if snapshot_reading.value is None:
         return
-    header.brief(snapshot_reading, snapshot_reading.snapshot, summarize(snapshot_reading.snapshot.steps))
-    own, general = (read_cache.ALERTS.get(context.url, run) for run in (context.run, NO_RUN))
+    own, general = (read_cache.ALERTS.get(context.url, run) for run in (context.run, read_cache.NO_RUN))
     for reading, whose in ((own, f"of {context.run}"), (general, "that concern no run")):
         if reading.problem and not snapshot_reading.problem:
-            sentence = f"Alerts {whose} are not known as of now: {reading.problem}"
-            st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
+            st.html(markup.banner(f"Alerts {whose} are not known as of now: {reading.problem}"))
     found = [*(own.value or ()), *(general.value or ())]
     parts.firing(found, context.run, known=not (own.problem or general.problem))
     parts.resolved(found)

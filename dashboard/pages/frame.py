@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -26,7 +25,9 @@ def app() -> None:
     """Draws the page that the URL names. Live sections refresh by themselves, others only when the viewer acts."""
     st.set_page_config(page_title="Tidegate", page_icon="🌊", layout="wide", initial_sidebar_state="collapsed")
     st.html(markup.STYLE)
-    pages = {screen.path: st.Page(_drawing(screen), title=screen.title, url_path=screen.path) for screen in SCREENS}
+    pages = {
+        screen.path: st.Page(partial(_draw, screen), title=screen.title, url_path=screen.path) for screen in SCREENS
+    }
     links.register_pages(pages)
     start = st.Page(_start, title="Tidegate", url_path=START, default=True)
     st.navigation([start, *pages.values()], position="hidden").run()
@@ -39,15 +40,7 @@ def _start() -> None:
     links.go_to(SCREENS[0].path)
 
 
-def _drawing(screen: Screen) -> Callable[[], None]:
-    return partial(_show, screen)
-
-
-def _show(screen: Screen) -> None:
-    with errors_shown():
-        _draw(screen)
-
-
+@errors_shown()
 def _draw(screen: Screen) -> None:
     url = os.environ.get(URL_VARIABLE) or find_daemon()
     found = queries.runs(url)

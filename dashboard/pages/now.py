@@ -8,10 +8,10 @@ from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard.data import firing_alerts, queries, read_cache, triage
+from tidegate.dashboard.data import queries, read_cache, triage
 from tidegate.dashboard.session import links
 from tidegate.dashboard.session.page_context import PageContext, refreshed
-from tidegate.dashboard.style import markup, palette
+from tidegate.dashboard.style import markup
 from tidegate.dashboard.widgets import card, states
 from tidegate.wire.run import RunView
 
@@ -45,7 +45,7 @@ def _runs(context: PageContext) -> None:
         states.nothing_yet(context.url, found)
         return
     if found.problem:
-        st.html(markup.banner(f"{found.problem} What follows is what was last known.", palette.LIVENESS["lost"]))
+        st.html(markup.banner(f"{found.problem} What follows is what was last known."))
     shown = _filtered(found.runs)
     if not shown:
         st.caption("No run has a name like that.")
@@ -78,10 +78,11 @@ def _next(context: PageContext) -> None:
     if found.problem:
         return
     runs = triage.ordered(found.runs)
-    fires = firing_alerts.firing(context.url)
+    fires = read_cache.FIRING.get(context.url)
+    by_run = fires.value or {}
     moment = time.time()
-    tasks = [task for run in runs if (task := triage.task(run, fires.of(run.run), moment))]
-    tasks += [task for task in [triage.of_no_run(fires.of(firing_alerts.NO_RUN))] if task]
+    tasks = [task for run in runs if (task := triage.task(run, by_run.get(run.run, ()), moment))]
+    tasks += [task for task in [triage.of_no_run(by_run.get(read_cache.NO_RUN, ()))] if task]
     first, unknown = _most_urgent(context.url, triage.sorted_tasks(tasks), {run.run: run.generation for run in runs})
     if fires.problem:
         unknown = [f"What fires is not known in full: {fires.problem}", *unknown]

@@ -17,13 +17,10 @@ def run(context: PageContext) -> None:
 
 @refreshed
 def _first_screen(context: PageContext) -> None:
-    reading = queries.snapshot_reading(context.url, context.run, context.rank)
-    snapshot = reading.snapshot
+    snapshot = header.header(context, key_figures=True).value
     if snapshot is None:
-        header.no_data(context, reading)
         return
     figures = summarize(snapshot.steps)
-    header.header(reading, snapshot, figures)
     left, right = st.columns([9, 16], gap="medium")
     with left:
         phases.phases(snapshot, figures)
@@ -35,7 +32,7 @@ def _first_screen(context: PageContext) -> None:
 
 @refreshed_slowly
 def _below(context: PageContext) -> None:
-    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
     if snapshot is None:
         return
     figures = summarize(snapshot.steps)
@@ -46,9 +43,8 @@ def _below(context: PageContext) -> None:
         resources.link_speeds(snapshot, figures)
         resources.links(snapshot)
     storage.paths(snapshot, figures)
-    columns = st.columns(4, gap="medium")
     for column, draw in zip(
-        columns, (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
+        st.columns(4, gap="medium"), (resources.cpu, resources.loss, resources.grad_norm, resources.tokens), strict=True
     ):
         with column:
             draw(snapshot)

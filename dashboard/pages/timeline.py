@@ -8,7 +8,6 @@ from typing import Final, get_args
 import streamlit as st
 
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import summarize
 from tidegate.dashboard.figures.gantt import Scope
 from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette
@@ -22,21 +21,12 @@ NEWEST: Final = "newest"
 
 
 def timeline(context: PageContext) -> None:
-    _head(context)
+    header.live(context)
     step = _controls(context)
     if step is None:
         _newest(context)
     else:
         _one(context, step)
-
-
-@refreshed
-def _head(context: PageContext) -> None:
-    reading = queries.snapshot_reading(context.url, context.run, context.rank)
-    if reading.snapshot is None:
-        header.no_data(context, reading)
-    else:
-        header.brief(reading, reading.snapshot, summarize(reading.snapshot.steps))
 
 
 def _controls(context: PageContext) -> int | None:
@@ -102,8 +92,8 @@ def _one(context: PageContext, step: int) -> None:
     if view is None:
         sentence = f"The timeline of step {step} is not kept any more: choose another step above, or follow the newest."
         st.html(markup.banner(sentence, palette.LIVENESS["stale"]))
-        return
-    _draw(context, view)
+    else:
+        _draw(context, view)
 
 
 def _draw(context: PageContext, view: TimelineView | None) -> None:
@@ -113,7 +103,7 @@ def _draw(context: PageContext, view: TimelineView | None) -> None:
         predicted = _expected(context, view)
         if predicted is None:
             st.caption("No prediction of this step: it needs measured rates and a timeline that was sent whole.")
-    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
     gone = snapshot is not None and bool(snapshot.rank.step) and snapshot.rank.liveness in ("lost", "finished")
     gantt.chart(view, predicted, scope, st.session_state["gantt_critical"], gone)
     if view is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import summarize
 from tidegate.dashboard.session.page_context import PageContext, errors_shown, refreshed, refreshed_slowly
 from tidegate.dashboard.style import snippets
 from tidegate.dashboard.widgets import advice, editor, forecast, header, history, knobs_now, trial
@@ -14,7 +13,7 @@ from tidegate.dashboard.widgets import advice, editor, forecast, header, history
 def tune(context: PageContext) -> None:
     """Draws the page. Live sections refresh as fragments; the editor does not, so that a refresh discards no edit."""
     st.html(snippets.STYLE)
-    _head(context)
+    header.live(context)
     left, right = st.columns([4, 7], gap="medium")
     with right:
         _knobs(context)
@@ -24,17 +23,8 @@ def tune(context: PageContext) -> None:
 
 
 @refreshed
-def _head(context: PageContext) -> None:
-    reading = queries.snapshot_reading(context.url, context.run, context.rank)
-    if reading.snapshot is None:
-        header.no_data(context, reading)
-    else:
-        header.brief(reading, reading.snapshot, summarize(reading.snapshot.steps))
-
-
-@refreshed
 def _knobs(context: PageContext) -> None:
-    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
     if snapshot is not None:
         knobs_now.knobs_now(snapshot)
         forecast.preview(snapshot)
@@ -44,13 +34,13 @@ def _knobs(context: PageContext) -> None:
 
 @refreshed_slowly
 def _history(context: PageContext) -> None:
-    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
     if snapshot is not None:
         history.history(context, snapshot)
 
 
+@errors_shown()
 def _editor(context: PageContext) -> None:
-    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).snapshot
+    snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
     if snapshot is not None:
-        with errors_shown():
-            editor.editor(context, snapshot.knobs)
+        editor.editor(context, snapshot.knobs)

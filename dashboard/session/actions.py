@@ -98,8 +98,7 @@ def _made(at: EditState, made: GenerationView, now: KnobsView) -> None:
             at.predicted[made.generation] = (before, after)
     if good:
         at.clear()
-        trial = " It is on trial: the page shows how far." if made.canary else ""
-        sentence += trial
+        sentence += " It is on trial: the page shows how far." if made.canary else ""
     else:
         sentence += " Your edit is kept."
     at.base_on(now)

@@ -6,7 +6,6 @@ all ports of a host, so a request that changes knobs must also come from a page 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import threading
 import time
@@ -16,6 +15,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from cachetools import TLRUCache
+
+from tidegate.dashboard.session.one_time_codes import digest
 
 LIFE_SECONDS: Final = 12 * 3_600.0
 SESSIONS_KEPT: Final = 256
@@ -41,7 +42,7 @@ def begin(operate: str = "") -> str:
     """Begins a session; returns the value of its cookie."""
     value = secrets.token_urlsafe(32)
     with _lock:
-        _sessions[_digest(value)] = Session(operate, time.time() + LIFE_SECONDS)
+        _sessions[digest(value)] = Session(operate, time.time() + LIFE_SECONDS)
     return value
 
 
@@ -57,12 +58,6 @@ def make_read_only(host: str, cookies: Mapping[str, str]) -> None:
     with _lock:
         if (session := _sessions.get(key)) is not None:
             _sessions[key] = Session("", session.ends_at)
-
-
-def forget() -> None:
-    """Ends all sessions."""
-    with _lock:
-        _sessions.clear()
 
 
 def cookie_name(host: str) -> str:
@@ -81,8 +76,4 @@ def same_origin(headers: Mapping[str, str]) -> bool:
 
 
 def _key(host: str, cookies: Mapping[str, str]) -> str:
-    return _digest(cookies.get(cookie_name(host), ""))
-
-
-def _digest(value: str) -> str:
-    return hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()
+    return digest(cookies.get(cookie_name(host), ""))

@@ -39,7 +39,7 @@ def mint(where: Path | None = None) -> str:
     where.chmod(0o700)
     _remove_old(where)
     code = secrets.token_urlsafe(32)
-    _write_private(where / _digest(code), "")
+    _write_private(where / digest(code), "")
     return code
 
 
@@ -51,7 +51,7 @@ def redeem(code: str, where: Path | None = None) -> bool:
     """
     if not 0 < len(code) <= LONGEST:
         return False
-    kept = (where or folder()) / _digest(code)
+    kept = (where or folder()) / digest(code)
     try:
         made_at = kept.stat().st_mtime
         kept.unlink()  # of several requests at the same time one succeeds
@@ -76,7 +76,8 @@ def redirect_file(link: str, where: Path | None = None) -> Path:
     return path
 
 
-def _digest(code: str) -> str:
+def digest(code: str) -> str:
+    """SHA-256 of a code or of a session's cookie, in hex: these secrets themselves are not stored."""
     return hashlib.sha256(code.encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Final, ParamSpec
 
 import streamlit as st
 
-from tidegate.dashboard.style import markup, palette
+from tidegate.dashboard.style import markup
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +35,17 @@ class PageContext:
 
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
-    """Context manager that shows an exception as a sentence on the page, and logs it."""
+    """Context manager, and decorator, that shows an exception as a sentence on the page, and logs it."""
     try:
         yield
     except Exception as error:
         log.exception("a part of a page could not be drawn")
-        sentence = (
-            f"This part of the page could not be drawn ({type(error).__name__}); the log of the live view says why. "
-            "It tries again by itself."
+        st.html(
+            markup.banner(
+                f"This part of the page could not be drawn ({type(error).__name__}); the log of the live view says "
+                "why. It tries again by itself."
+            )
         )
-        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
 
 
 def refreshed(draw: Callable[_P, None]) -> Callable[_P, None]:
@@ -60,10 +60,4 @@ def refreshed_slowly(draw: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _every(seconds: float, draw: Callable[_P, None]) -> Callable[_P, None]:
-    @st.fragment(run_every=seconds)
-    @functools.wraps(draw)
-    def drawn(*args: _P.args, **more: _P.kwargs) -> None:
-        with errors_shown():
-            draw(*args, **more)
-
-    return drawn
+    return st.fragment(run_every=seconds)(errors_shown()(draw))

@@ -141,7 +141,7 @@ def verdict(sentence: str) -> str:
     return f'<div class="tg-verdict">{escape(sentence).replace(" %", NO_BREAK + "%")}</div>'
 
 
-def banner(sentence: str, color: str) -> str:
+def banner(sentence: str, color: str = palette.LIVENESS["lost"]) -> str:
     return f'<div class="tg-banner" style="border-color:{color}">{escape(sentence)}</div>'
 
 

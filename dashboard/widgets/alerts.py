@@ -31,8 +31,7 @@ def firing(alerts: Sequence[AlertView], run: str, *, known: bool) -> None:
     """Draws a card for each firing alert, worst first, for `SHOWN` alerts at most. known: the list is complete and up
     to date; if not, an empty list does not mean that nothing fires, and the text says so."""
     found = worst_first([alert for alert in alerts if alert.state == "firing"])
-    note = f"worst {SHOWN} of {len(found)}" if len(found) > SHOWN else "as Alertmanager tells"
-    st.html(markup.title("Firing", note))
+    st.html(markup.title("Firing", f"worst {SHOWN} of {len(found)}" if len(found) > SHOWN else "as Alertmanager tells"))
     if not found:
         st.html(snippets.nothing("Nothing fires." if known else "Whether anything fires is not known."))
     for alert in found[:SHOWN]:

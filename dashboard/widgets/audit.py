@@ -9,6 +9,7 @@ import streamlit as st
 
 from tidegate.dashboard.data import audit_filter, read_cache
 from tidegate.dashboard.data.audit_filter import AuditFilter
+from tidegate.dashboard.session import links
 from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette, snippets, units
 from tidegate.wire.audit import AuditRow
@@ -27,17 +28,24 @@ def audit(context: PageContext) -> None:
     st.html(markup.title("Audit log", "append-only; every change of knobs and every alert"))
     asked = st.query_params
     words, what, who, depth = st.columns([4, 4, 3, 2], vertical_alignment="bottom")
-    text = words.text_input("Words", key=_at(context, "words", asked.get("q", "")), placeholder="Words in any column")
-    there, people = audit_filter.actions(known), audit_filter.actors(known)
+    text = words.text_input("Words", key=_key(context, "words", asked.get("q", "")), placeholder="Words in any column")
+    there, people = sorted({row.action for row in known}), sorted({row.actor for row in known})
     wanted = [action for action in asked.get("what", "").split(",") if action in there]
     picked = what.multiselect(
-        "What", there, key=_at(context, "what", wanted), format_func=audit_filter.action_text, placeholder="Everything"
+        "What", there, key=_key(context, "what", wanted), format_func=audit_filter.action_text, placeholder="Everything"
     )
     first = asked["who"] if asked.get("who") in people else None
-    actor = who.selectbox("Who", people, index=None, key=_at(context, "who", first), placeholder="Everybody")
-    limit = depth.selectbox("Look through", DEPTHS, key=f"audit_depth:{context.run}", format_func=_depth)
+    actor = who.selectbox("Who", people, index=None, key=_key(context, "who", first), placeholder="Everybody")
+    limit = depth.selectbox(
+        "Look through",
+        DEPTHS,
+        key=f"audit_depth:{context.run}",
+        format_func=lambda rows: f"newest {units.integer(rows)}",
+    )
     found = AuditFilter(text=text or "", actions=frozenset(picked), actor=actor or "")
-    _remember(context, found)
+    links.remember(
+        {"q": found.text or None, "what": ",".join(sorted(found.actions)) or None, "who": found.actor or None}
+    )
     _rows(context, found, limit)
 
 
@@ -70,22 +78,5 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     )
 
 
-def _at(context: PageContext, name: str, value: object) -> str:
-    """Returns the session key of a filter. If the session has no value for the key, stores `value` there."""
-    key = f"audit_{name}:{context.run}"
-    st.session_state.setdefault(key, value)
-    return key
-
-
-def _remember(context: PageContext, found: AuditFilter) -> None:
-    """Writes the filter into the address, so that the link can be shared."""
-    values = {"q": found.text, "what": ",".join(sorted(found.actions)), "who": found.actor}
-    for name, value in values.items():
-        if value and st.query_params.get(name) != value:
-            st.query_params[name] = value
-        elif not value and name in st.query_params:
-            del st.query_params[name]
-
-
-def _depth(rows: int) -> str:
-    return f"newest {units.integer(rows)}"
+def _key(context: PageContext, name: str, value: object) -> str:
+    return links.field_key(f"audit_{name}:{context.run}", value)

@@ -9,7 +9,7 @@ from typing import Final
 import streamlit as st
 
 from tidegate.dashboard.data import triage
-from tidegate.dashboard.data.step_stats import StepSummary, summarize, verdict
+from tidegate.dashboard.data.step_stats import StepSummary, verdict
 from tidegate.dashboard.session import links
 from tidegate.dashboard.style import markup, palette, units
 from tidegate.dashboard.widgets.header import EMULATED
@@ -23,8 +23,7 @@ click gives only a row number, and this list says which run it was."""
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
     """Draws the card of a run. number: the card's position on the page. now: time in seconds since the epoch. away:
     True if the daemon cannot be reached; the card then shows the liveness as unknown."""
-    known = triage.lead_rank(run)
-    figures = summarize([known.last_step] if known and known.last_step else [])
+    figures = triage.last_figures(run)
     liveness = "unknown" if away else run.liveness
     with st.container(border=True, key=f"card-{number}"):
         with st.container(horizontal=True, vertical_alignment="center", key=f"card-head-{number}"):
@@ -34,15 +33,12 @@ def card(number: int, run: RunView, now: float, *, away: bool) -> None:
 
 
 def _figures(run: RunView, figures: StepSummary, now: float) -> str:
-    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else _no_figures(run)
+    none = "steps not kept" if run.step else "no step yet"
+    pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else none
     ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
     device = "emulated" if run.device_kind == "emulated" else "CUDA"
     details = [f"step {units.integer(run.step)}", ranks, device, f"heard of {units.age(now - run.last_seen)} ago"]
     return markup.pace(pace, details, EMULATED if run.device_kind == "emulated" else "")
-
-
-def _no_figures(run: RunView) -> str:
-    return "steps not kept" if run.step else "no step yet"
 
 
 def _phases(figures: StepSummary) -> str:
@@ -59,8 +55,7 @@ def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
     st.html(markup.title(title, "click a row to open it"))
     table = []
     for run in runs:
-        known = triage.lead_rank(run)
-        figures = summarize([known.last_step] if known and known.last_step else [])
+        figures = triage.last_figures(run)
         table.append(
             {
                 "run": run.run,

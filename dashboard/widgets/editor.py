@@ -9,7 +9,7 @@ import streamlit as st
 
 from tidegate.client.discovery import token_dir
 from tidegate.dashboard.data import knob_edits
-from tidegate.dashboard.session import actions, edit_session
+from tidegate.dashboard.session import actions, edit_session, links
 from tidegate.dashboard.session.edit_session import EditState
 from tidegate.dashboard.session.page_context import PageContext
 from tidegate.dashboard.style import markup, snippets
@@ -69,7 +69,7 @@ def _field(at: EditState, run: str, name: str, bound: KnobBound, allowed: bool, 
     key = f"knob:{run}:{name}:{at.filling}"
     left, right = st.columns([11, 9], gap="small", vertical_alignment="center")
     left.html(snippets.knob_label(name, problem or knob_edits.accepted(bound), bound.help, wrong=bool(problem)))
-    _restore_field(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
+    links.field_key(key, at.edits.get(name) or (None if bound.kind == "choice" else ""))
     more: dict[str, Any] = {
         "key": key, "disabled": not allowed, "label_visibility": "collapsed", "on_change": _on_field_change,
         "args": (run, name, key, at.filling),
@@ -89,23 +89,22 @@ def _on_field_change(run: str, name: str, key: str, filling: int) -> None:
 
 def _buttons(context: PageContext, knobs: KnobsView, at: EditState, allowed: bool) -> None:
     run, off = context.run, not allowed
-    key = f"reason:{run}:{at.filling}"
-    _restore_field(key, at.reason)
+    key = links.field_key(f"reason:{run}:{at.filling}", at.reason)
     st.text_input(
         "Reason", key=key, max_chars=500, disabled=off, label_visibility="collapsed",
         placeholder="Reason, for the audit log", on_change=_on_reason_change, args=(run, key, at.filling),
     )  # fmt: skip
     with st.container(horizontal=True, vertical_alignment="center", key="trial"):
-        _restore_field(f"trial:{run}", at.trial)
         st.checkbox(
-            "On trial, for", key=f"trial:{run}", disabled=off, on_change=_on_trial_change, args=(run,),
+            "On trial, for", key=links.field_key(f"trial:{run}", at.trial), disabled=off, on_change=_on_trial_change,
+            args=(run,),
             help="A canary: kept only if the steps with it are no worse than those before; else the knobs before come "
             "back by themselves.",
         )  # fmt: skip
-        _restore_field(f"trial_steps:{run}", at.trial_steps)
         st.number_input(
-            "Steps on trial", 5, MAX_CANARY_STEPS, step=5, key=f"trial_steps:{run}", label_visibility="collapsed",
-            disabled=off, on_change=_on_trial_change, args=(run,), width=120,
+            "Steps on trial", 5, MAX_CANARY_STEPS, step=5, label_visibility="collapsed",
+            key=links.field_key(f"trial_steps:{run}", at.trial_steps), disabled=off, on_change=_on_trial_change,
+            args=(run,), width=120,
         )  # fmt: skip
         st.caption("steps")
     with st.container(horizontal=True, key="bar_tune"):
@@ -117,12 +116,6 @@ def _buttons(context: PageContext, knobs: KnobsView, at: EditState, allowed: boo
         )
     if any(pressed):
         st.rerun()  # the live sections show the result
-
-
-def _restore_field(key: str, value: object) -> None:
-    """Stores `value` as the value of the field `key`, if the session has none. Streamlit drops the values of fields
-    when the user leaves the page, so this restores them."""
-    st.session_state.setdefault(key, value)
 
 
 def _on_reason_change(run: str, key: str, filling: int) -> None:

@@ -21,11 +21,10 @@ def preview(snapshot: Snapshot) -> None:
     asked = knob_edits.describe(seen.changed, seen.before)
     old = f"; made on generation {seen.generation}, now outdated" if seen.generation < snapshot.knobs.generation else ""
     rows = [_row(line) for line in knob_preview.lines(seen, snapshot.steps)]
-    table = markup.table(COLUMNS, rows) if rows else ""
     st.html(
         markup.title(f"Preview of {asked}", f"nothing was changed{old}")
         + snippets.say(knob_preview.headline(seen))
-        + table
+        + (markup.table(COLUMNS, rows) if rows else "")
     )
 
 

@@ -6,41 +6,45 @@ import time
 
 import streamlit as st
 
-from tidegate.dashboard.data.queries import Snapshot, SnapshotReading
-from tidegate.dashboard.data.step_stats import StepSummary, verdict
-from tidegate.dashboard.session.page_context import PageContext
+from tidegate.dashboard.data import queries
+from tidegate.dashboard.data.queries import Snapshot
+from tidegate.dashboard.data.read_cache import Reading
+from tidegate.dashboard.data.step_stats import StepSummary, summarize, verdict
+from tidegate.dashboard.session.page_context import PageContext, refreshed
 from tidegate.dashboard.style import markup, palette, units
 
 EMULATED = "Emulated device: rates are simulated, no performance claim"
 
 
-def no_data(context: PageContext, reading: SnapshotReading) -> None:
-    """Draws the page header of a run of which the live view has not read any data yet, with the reason."""
-    st.html(
-        markup.head(context.run, "unknown", [context.url]) + markup.verdict(reading.problem or "Nothing was read yet.")
-    )
-
-
-def header(reading: SnapshotReading, snapshot: Snapshot, figures: StepSummary) -> None:
-    """Draws the header: the parts that `brief` draws, and the key figures below them."""
-    brief(reading, snapshot, figures)
-    st.html(markup.kpis(_figures(snapshot, figures)))
-
-
-def brief(reading: SnapshotReading, snapshot: Snapshot, figures: StepSummary) -> None:
-    """Draws the run's name, its liveness, the age of the data, warnings (daemon unreachable, emulated device), and the
-    sentence of `step_stats.verdict`."""
-    now = time.time()
+def header(context: PageContext, *, key_figures: bool = False) -> Reading[Snapshot]:
+    """Draws the run's name, its liveness, the age of the data, warnings (daemon unreachable, emulated device), the
+    sentence of `step_stats.verdict`, and the key figures if `key_figures` is True. Returns the data; if none were read
+    yet, the header says why."""
+    reading, now = queries.snapshot_reading(context.url, context.run, context.rank), time.time()
+    snapshot = reading.value
+    if snapshot is None:
+        reason = reading.problem or "Nothing was read yet."
+        st.html(markup.head(context.run, "unknown", [context.url]) + markup.verdict(reason))
+        return reading
+    figures = summarize(snapshot.steps)
     st.html(
         markup.head(snapshot.run.run, "unknown" if reading.problem else snapshot.run.liveness, _details(snapshot, now))
     )
     if reading.problem:
         age = units.age(now - snapshot.read_at)
-        sentence = f"{reading.problem} What follows is {age} old; this page reconnects by itself."
-        st.html(markup.banner(sentence, palette.LIVENESS["lost"]))
+        st.html(markup.banner(f"{reading.problem} What follows is {age} old; this page reconnects by itself."))
     if snapshot.run.device_kind == "emulated":
         st.html(markup.banner(EMULATED, palette.PHASE["update"]))
     st.html(markup.verdict(verdict(snapshot.run, figures, now)))
+    if key_figures:
+        st.html(markup.kpis(_figures(snapshot, figures)))
+    return reading
+
+
+@refreshed
+def live(context: PageContext) -> None:
+    """Draws the header without key figures as a section that refreshes."""
+    header(context)
 
 
 def _details(snapshot: Snapshot, now: float) -> list[str]:

@@ -29,7 +29,7 @@ def answer(asked: Question, shape: ModelShape | None) -> None:
         return
     st.html(markup.verdict(verdict(plan)))
     for shortage in plan.shortages:
-        st.html(markup.banner(f"Short of {shortage}.", palette.LIVENESS["lost"]))
+        st.html(markup.banner(f"Short of {shortage}."))
     if plan.fits:
         st.html(markup.kpis(_figures(plan)))
     left, right = st.columns(2, gap="medium")

@@ -12,6 +12,7 @@ from tidegate.capacity.machine import AUX_BYTES, GPUS
 from tidegate.capacity.model_shapes import MODELS, ModelShape, model_from_config
 from tidegate.dashboard.data import plan_question
 from tidegate.dashboard.data.plan_question import Question
+from tidegate.dashboard.session import links
 from tidegate.dashboard.style import markup, units
 from tidegate.errors import ConfigError
 
@@ -27,8 +28,7 @@ def form() -> tuple[Question, ModelShape | None]:
     """Draws the form; returns the question in it, and the shape of an uploaded model, None if there is none."""
     asked: Question = st.session_state.get(ASKED) or Question.of_query(st.query_params.to_dict())
     st.html(markup.title("Model"))
-    own = st.session_state.get("plan_own_shape")
-    model, shape = _model(asked, own)
+    model, shape = _model(asked, st.session_state.get("plan_own_shape"))
     one, two, three = st.columns(3)
     sequence = _whole(one, "Sequence", "sequence", asked, 16, 1_048_576, "Tokens.")
     microbatch = _whole(two, "Micro-batch", "microbatch", asked, 1, 4096, "Sequences of a GPU at a time.")
@@ -61,7 +61,7 @@ def form() -> tuple[Question, ModelShape | None]:
         checkpointing=checkpointing, host_bandwidth=host, fabric=fabric, flop_share=share,
     )  # fmt: skip
     st.session_state[ASKED] = found
-    _remember(found)
+    links.remember({name: found.query().get(name) for name in asdict(found)})
     return found, shape
 
 
@@ -83,8 +83,7 @@ def _model(asked: Question, own: ModelShape | None) -> tuple[str, ModelShape | N
     if own is None:
         st.caption(markup.plain(f"Until one is given, {asked.model} is planned."))
     else:
-        text = f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."
-        st.caption(markup.plain(text))
+        st.caption(markup.plain(f"{own.name} is not in the address of this page: whoever opens it sees {asked.model}."))
     return asked.model, own
 
 
@@ -110,16 +109,4 @@ def _number(
 
 
 def _at(name: str, value: object) -> str:
-    """Returns the session key of a field. If the session has no value for the key, stores `value` there."""
-    st.session_state.setdefault(f"plan_{name}", value)
-    return f"plan_{name}"
-
-
-def _remember(found: Question) -> None:
-    """Writes the fields that differ from their defaults into the address."""
-    wanted = found.query()
-    for name in asdict(found):
-        if name in wanted and st.query_params.get(name) != wanted[name]:
-            st.query_params[name] = wanted[name]
-        elif name not in wanted and name in st.query_params:
-            del st.query_params[name]
+    return links.field_key(f"plan_{name}", value)

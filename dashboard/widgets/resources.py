@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import streamlit as st
 
@@ -78,8 +78,7 @@ def memory(snapshot: Snapshot) -> None:
     """Draws the memory chart of the newest steps: peaks of device memory by phase above, the engine's host memory
     below."""
     st.html(markup.title("Memory", "the tide: peaks on the device, above what the engine holds in host memory"))
-    figure = memory_figure(snapshot.steps, snapshot.rank.device_memory_bytes)
-    draw(figure, "memory")
+    draw(memory_figure(snapshot.steps, snapshot.rank.device_memory_bytes), "memory")
 
 
 def cpu(snapshot: Snapshot) -> None:
@@ -89,20 +88,25 @@ def cpu(snapshot: Snapshot) -> None:
 
 def loss(snapshot: Snapshot) -> None:
     st.html(markup.title("Loss"))
-    points = column(snapshot.steps, lambda step: step.loss)
-    figure = charts.series(points, "No loss: call optimizer.log(loss=…).", palette.PHASE["backward"])
-    draw(figure, "loss")
+    _curve("loss", snapshot, lambda step: step.loss, "No loss: call optimizer.log(loss=…).", palette.PHASE["backward"])
 
 
 def grad_norm(snapshot: Snapshot) -> None:
     st.html(markup.title("Gradient norm", "before clipping"))
-    points = column(snapshot.steps, lambda step: step.grad_norm)
-    figure = charts.series(points, "No gradient norm was reported.", palette.LANE["cpu"])
-    draw(figure, "grad_norm")
+    _curve("grad_norm", snapshot, lambda step: step.grad_norm, "No gradient norm was reported.", palette.LANE["cpu"])
 
 
 def tokens(snapshot: Snapshot) -> None:
     st.html(markup.title("Tokens", "per second, step by step"))
-    points = column(snapshot.steps, lambda step: tokens_per_second([step]))
-    figure = charts.series(points, "No tokens: call optimizer.log(tokens=…).", palette.PHASE["update"])
-    draw(figure, "tokens")
+    _curve(
+        "tokens",
+        snapshot,
+        lambda step: tokens_per_second([step]),
+        "No tokens: call optimizer.log(tokens=…).",
+        palette.PHASE["update"],
+    )
+
+
+def _curve(key: str, snapshot: Snapshot, pick: Callable[[StepReport], float | None], nothing: str, color: str) -> None:
+    """Draws the values that `pick` returns for the steps; the text `nothing` if there are none."""
+    draw(charts.series(column(snapshot.steps, pick), nothing, color), key)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data.queries import Runs
-from tidegate.dashboard.style import markup, palette
+from tidegate.dashboard.style import markup
 
 
 def nothing_yet(url: str, found: Runs) -> None:
     """Draws a page that says that there is no run yet, or no daemon, with the command that starts it."""
     if found.problem:
         st.html(markup.head("Tidegate", "no daemon", [url]) + markup.verdict("There is nothing to show yet."))
-        st.html(markup.banner(f"{found.problem} This page connects by itself.", palette.LIVENESS["lost"]))
+        st.html(markup.banner(f"{found.problem} This page connects by itself."))
         st.code("tidegate daemon", language="bash")
         return
     st.html(markup.head("Tidegate", "live", [url]) + markup.verdict("The daemon is up; no run has said hello yet."))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from tidegate.grafana.dashboards.frame import frame, live_view, variable
+from tidegate.grafana.dashboards.frame import frame, live_view, section, variable
 from tidegate.grafana.dashboards.panels import Column, PanelOptions, Query, lines, number, rows, states
 
 _STEP = (
@@ -25,15 +25,15 @@ _FIRING = 'sum by (run) (ALERTS{alertstate="firing",run=~"$run"})'
 def dashboard() -> Dashboard:
     made = frame("fleet", "Tidegate / Fleet", "Are the runs well, and if not, which one.", one_run=False)
     live_view(made.with_variable(variable("run", 'tidegate_agents{state=~".+"}')))
-    _now(made)
-    _runs(made)
-    _control(made)
+    for add in (_now, _runs, _control):
+        add(made)
     return made
 
 
 def _now(made: Dashboard) -> None:
-    made.with_row(Row("Now"))
-    for panel in (
+    section(
+        made,
+        "Now",
         number(
             PanelOptions(title="Ranks live", unit="short", width=4, height=4,
                  why="Ranks that the daemon has heard of within their lease."),
@@ -71,32 +71,31 @@ def _now(made: Dashboard) -> None:
                  why="All runs together: what is paid for."),
             Query(f"sum({_TOKENS})", "tokens"), spark=True,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _runs(made: Dashboard) -> None:
-    made.with_row(Row("Runs"))
-    made.with_panel(rows(
-        PanelOptions(title="Every run", unit="short", width=24, height=8,
-             why="The worst rank of each run counts. Click a run to see what it waits for."),
-        "run",
-        (
-            Column("Ranks live", 'sum by (run) (tidegate_agents{run=~"$run",state="live"})', "short"),
-            Column("Lost or stale", 'sum by (run) (tidegate_agents{run=~"$run",state=~"lost|stale"})', "short",
-                   ((1, "red"),)),
-            Column("Last step", _AGE, "s", ((300, "orange"), (900, "red"))),
-            Column("Seconds a step", _STEP, "s"),
-            Column("Update's share", f"{_UPDATE} / ({_ALL} > 0)", "percentunit"),
-            Column("Update stalled", f"{_STALL} / ({_UPDATE} > 0)", "percentunit", ((0.3, "orange"), (0.6, "red"))),
-            Column("Tokens a second", _TOKENS, "short"),
-            Column("Generations behind", _BEHIND, "short", ((1, "orange"),)),
-            Column("Alerts", f'{_FIRING} or 0 * sum by (run) (tidegate_agents{{run=~"$run",state=~".+"}})', "short",
-                   ((1, "orange"),)),
+    section(
+        made,
+        "Runs",
+        rows(         PanelOptions(title="Every run", unit="short", width=24, height=8,
+                 why="The worst rank of each run counts. Click a run to see what it waits for."),
+            "run",
+            (
+                Column("Ranks live", 'sum by (run) (tidegate_agents{run=~"$run",state="live"})', "short"),
+                Column("Lost or stale", 'sum by (run) (tidegate_agents{run=~"$run",state=~"lost|stale"})', "short",
+                       ((1, "red"),)),
+                Column("Last step", _AGE, "s", ((300, "orange"), (900, "red"))),
+                Column("Seconds a step", _STEP, "s"),
+                Column("Update's share", f"{_UPDATE} / ({_ALL} > 0)", "percentunit"),
+                Column("Update stalled", f"{_STALL} / ({_UPDATE} > 0)", "percentunit", ((0.3, "orange"), (0.6, "red"))),
+                Column("Tokens a second", _TOKENS, "short"),
+                Column("Generations behind", _BEHIND, "short", ((1, "orange"),)),
+                Column("Alerts", f'{_FIRING} or 0 * sum by (run) (tidegate_agents{{run=~"$run",state=~".+"}})', "short",
+                       ((1, "orange"),)),
+            ),
+            link="/d/tidegate-run?var-run=${__value.text}&var-datasource=${datasource}",
         ),
-        link="/d/tidegate-run?var-run=${__value.text}&var-datasource=${datasource}",
-    ))  # fmt: skip
-    for panel in (
         lines(
             PanelOptions(title="Seconds a step", unit="s", width=8,
                  why="Wall time from step to step, of the slowest rank. A jump that has no blue mark (knobs turned) is "
@@ -137,13 +136,13 @@ def _runs(made: Dashboard) -> None:
             Query('max by (run, alertname) (ALERTS{alertstate="firing",run=~"$run"})', "{{run}}: {{alertname}}"),
             {"1": ("firing", "red")},
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _control(made: Dashboard) -> None:
-    made.with_row(Row("Control plane"))
-    for panel in (
+    section(
+        made,
+        "Control plane",
         lines(
             PanelOptions(title="Requests to the daemon", unit="reqps", width=8,
                  why="By status class. 4xx are refused tokens and stale edits; any 5xx is a fault of the daemon or its "
@@ -166,5 +165,4 @@ def _control(made: Dashboard) -> None:
                  "of it is TidegateGenerationNotAcknowledged."),
             Query(_BEHIND, "{{run}}"), steps=True, limits=((1, "orange"),),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as build
 from grafana_foundation_sdk.builders import prometheus
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import dashboard as model
 
 from tidegate.grafana.dashboards.panels import SOURCE
@@ -57,14 +58,14 @@ def frame(uid: str, title: str, description: str, *, one_run: bool | None = True
     return made.annotation(_generations()).annotation(_alerts())
 
 
-def variable(name: str, metric: str, *, label: str = "", multi: bool = True) -> build.QueryVariable:
+def variable(name: str, metric: str, *, multi: bool = True) -> build.QueryVariable:
     """A dashboard variable `name`, whose values are those of the label `name` of the series that `metric` selects.
 
-    label: displayed name; by default the capitalized `name`. multi: several values, or all, can be chosen.
+    multi: several values, or all, can be chosen.
     """
     made = (
         build.QueryVariable(name)
-        .label(label or name.capitalize())
+        .label(name.capitalize())
         .query(f"label_values({metric}, {name})")
         .datasource(SOURCE)
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
@@ -95,6 +96,13 @@ def live_view(made: build.Dashboard) -> build.Dashboard:
         .default_value(default)
         .current(model.VariableOption(text=default, value=default))
     )
+
+
+def section(made: build.Dashboard, title: str, *panels: Builder[model.Panel]) -> None:
+    """Adds a row with this title to the dashboard, and the panels below it."""
+    made.with_row(build.Row(title))
+    for panel in panels:
+        made.with_panel(panel)
 
 
 def _generations() -> build.AnnotationQuery:

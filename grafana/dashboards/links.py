@@ -3,9 +3,10 @@ that they cause."""
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders import timeseries
+from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from tidegate.grafana.dashboards.frame import RANK, frame, selectors
+from tidegate.grafana.dashboards.frame import RANK, frame, section, selectors
 from tidegate.grafana.dashboards.panels import CEILING, PanelOptions, Query, heat, lines
 
 _PATH = f'{RANK},path=~"$path"'
@@ -36,28 +37,33 @@ def dashboard() -> Dashboard:
 
 
 def _stalls(made: Dashboard) -> None:
-    made.with_row(Row("Who waits"))
-    made.with_panel(lines(
-        PanelOptions(title="Stalls in a step, by cause", unit="s", width=12,
-             why="All phases. A lane that never shows up here is not worth making faster, however slow it is below."),
-        Query(f"{_rate('tidegate_stall_seconds_total', 'cause')} / on () group_left () "
-              f"(sum(rate(tidegate_steps_total{{{RANK}}}[$__rate_interval])) > 0)", "{{cause}}"),
-        stacked=True,
-    ))  # fmt: skip
-    made.with_panel(lines(
-        PanelOptions(title="Share of the time in use", unit="percentunit", width=12,
-             why="A lane at 100 % is the limit of the step: only fewer bytes make it shorter. Mean of the ranks."),
-        Query(f"{_rate('tidegate_link_busy_seconds_total', 'direction')} / on () group_left () {_WALL}",
-              "{{direction}}"),
-        Query(f"{_rate('tidegate_path_busy_seconds_total', 'path, operation', _PATH)} / on () group_left () {_WALL}",
-              "{{path}}:{{operation}}"),
-        maximum=1, limits=((0.9, "orange"),),
-    ))  # fmt: skip
+    section(
+        made,
+        "Who waits",
+        lines(
+            PanelOptions(title="Stalls in a step, by cause", unit="s", width=12,
+                 why="All phases. A lane that never shows up here is not worth making faster, however slow it is "
+                 "below."),
+            Query(f"{_rate('tidegate_stall_seconds_total', 'cause')} / on () group_left () "
+                  f"(sum(rate(tidegate_steps_total{{{RANK}}}[$__rate_interval])) > 0)", "{{cause}}"),
+            stacked=True,
+        ),
+        lines(
+            PanelOptions(title="Share of the time in use", unit="percentunit", width=12,
+                 why="A lane at 100 % is the limit of the step: only fewer bytes make it shorter. Mean of the ranks."),
+            Query(f"{_rate('tidegate_link_busy_seconds_total', 'direction')} / on () group_left () {_WALL}",
+                  "{{direction}}"),
+            Query(f"{_rate('tidegate_path_busy_seconds_total', 'path, operation', _PATH)} "
+                  f"/ on () group_left () {_WALL}", "{{path}}:{{operation}}"),
+            maximum=1, limits=((0.9, "orange"),),
+        ),
+    )  # fmt: skip
 
 
 def _link(made: Dashboard) -> None:
-    made.with_row(Row("Link between host and device"))
-    for panel in (
+    section(
+        made,
+        "Link between host and device",
         lines(
             PanelOptions(title="Speed while busy, against its ceiling", unit="Bps", width=8,
                  why="All ranks together. Dashed: the best that large copies reached in this run. Far below it the "
@@ -77,52 +83,64 @@ def _link(made: Dashboard) -> None:
                  why="What crosses it: state is what stride and static_ratio decide."),
             Query(_rate("tidegate_link_bytes_total", "content, direction"), "{{content}} {{direction}}"), stacked=True,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _paths(made: Dashboard) -> None:
-    made.with_row(Row("Storage paths"))
-    speed = _busy_speed("tidegate_path_bytes_total", "tidegate_path_busy_seconds_total", "path, operation", _PATH)
-    for operation in ("read", "write"):
-        chosen = f'{_PATH},operation="{operation}"'
-        made.with_panel(lines(
-            PanelOptions(title=f"{operation.capitalize()} speed while busy, against its ceiling", unit="Bps", width=8,
-                 why="Chosen ranks together. Dashed: what the path did alone when the run began, per host. Below a "
-                 "third of it while it matters is TidegatePathSlow: someone else uses it, or it throttles."),
-            Query(speed.replace(_PATH, chosen), "{{path}}"),
-            Query(f"sum by (path) (max by (path, host) (tidegate_path_ceiling_bytes_per_second{{{chosen}}}))",
-                  f"{CEILING} {{{{path}}}}"),
-        ))  # fmt: skip
-    made.with_panel(lines(
-        PanelOptions(title="Bytes a second", unit="Bps", width=8,
-             why="What really moves, pauses included. tier_split should make all paths end together."),
-        Query(_rate("tidegate_path_bytes_total", "path, operation", _PATH), "{{path}}:{{operation}}"), stacked=True,
-    ))  # fmt: skip
+    section(
+        made,
+        "Storage paths",
+        _speed_of_paths("read"),
+        _speed_of_paths("write"),
+        lines(
+            PanelOptions(title="Bytes a second", unit="Bps", width=8,
+                 why="What really moves, pauses included. tier_split should make all paths end together."),
+            Query(_rate("tidegate_path_bytes_total", "path, operation", _PATH), "{{path}}:{{operation}}"), stacked=True,
+        ),
+    )  # fmt: skip
+
+
+def _speed_of_paths(operation: str) -> timeseries.Panel:
+    chosen = f'{_PATH},operation="{operation}"'
+    return lines(
+        PanelOptions(title=f"{operation.capitalize()} speed while busy, against its ceiling", unit="Bps", width=8,
+             why="Chosen ranks together. Dashed: what the path did alone when the run began, per host. Below a "
+             "third of it while it matters is TidegatePathSlow: someone else uses it, or it throttles."),
+        Query(_busy_speed("tidegate_path_bytes_total", "tidegate_path_busy_seconds_total", "path, operation", chosen),
+              "{{path}}"),
+        Query(f"sum by (path) (max by (path, host) (tidegate_path_ceiling_bytes_per_second{{{chosen}}}))",
+              f"{CEILING} {{{{path}}}}"),
+    )  # fmt: skip
 
 
 def _heat(made: Dashboard) -> None:
-    made.with_row(Row("I/O time"))
-    for operation in ("read", "write"):
-        made.with_panel(heat(
-            PanelOptions(title=f"How long {operation}s take", unit="s", width=8,
-                 why=f"Every {operation} of a subgroup's state on the chosen paths. A second band far above the first "
-                 "is a path that sometimes hangs; choose one path at a time to see which."),
-            f'sum by (le) (increase(tidegate_path_operation_seconds_bucket{{{_PATH},operation="{operation}"}}'
-            "[$__rate_interval]))",
-        ))  # fmt: skip
-    made.with_panel(lines(
-        PanelOptions(title="Slowest reads and writes", unit="s", width=8,
-             why="99 % took less. The slowest one decides when an update ends, not the mean."),
-        Query("histogram_quantile(0.99, sum by (le, path, operation) "
-              f"(rate(tidegate_path_operation_seconds_bucket{{{_PATH}}}[$__rate_interval])))",
-              "{{path}}:{{operation}}"),
-    ))  # fmt: skip
+    section(
+        made,
+        "I/O time",
+        *(
+            heat(
+                PanelOptions(title=f"How long {operation}s take", unit="s", width=8,
+                     why=f"Every {operation} of a subgroup's state on the chosen paths. A second band far above the "
+                     "first is a path that sometimes hangs; choose one path at a time to see which."),
+                f'sum by (le) (increase(tidegate_path_operation_seconds_bucket{{{_PATH},operation="{operation}"}}'
+                "[$__rate_interval]))",
+            )
+            for operation in ("read", "write")
+        ),
+        lines(
+            PanelOptions(title="Slowest reads and writes", unit="s", width=8,
+                 why="99 % took less. The slowest one decides when an update ends, not the mean."),
+            Query("histogram_quantile(0.99, sum by (le, path, operation) "
+                  f"(rate(tidegate_path_operation_seconds_bucket{{{_PATH}}}[$__rate_interval])))",
+                  "{{path}}:{{operation}}"),
+        ),
+    )  # fmt: skip
 
 
 def _trouble(made: Dashboard) -> None:
-    made.with_row(Row("Trouble on paths"))
-    for panel in (
+    section(
+        made,
+        "Trouble on paths",
         lines(
             PanelOptions(title="Waits for the lock", unit="percentunit", width=6,
                  why="Share of the time in which a read or write waits for other processes of the node to leave the "
@@ -149,13 +167,13 @@ def _trouble(made: Dashboard) -> None:
                  why="Bytes written here because the path that was planned had failed or was full."),
             Query(f"sum by (path) (tidegate_path_taken_over_bytes_total{{{_PATH}}})", "{{path}}"),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _room(made: Dashboard) -> None:
-    made.with_row(Row("Room and wear"))
-    for panel in (
+    section(
+        made,
+        "Room and wear",
         lines(
             PanelOptions(title="Room left", unit="percentunit", width=12,
                  why="Free, as a share of the path's size, on the host where it is least. State that is there has its "
@@ -170,5 +188,4 @@ def _room(made: Dashboard) -> None:
                  "guarantee in a day. Runbook: TidegateSsdWear."),
             Query(f"sum by (path, host) (tidegate_path_written_bytes_per_day{{{_PATH}}})", "{{path}} on {{host}}"),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip

@@ -3,9 +3,9 @@ them."""
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from tidegate.grafana.dashboards.frame import RANK, frame, selectors
+from tidegate.grafana.dashboards.frame import RANK, frame, section, selectors
 from tidegate.grafana.dashboards.panels import PanelOptions, Query, lines
 
 _NODE = '* on (instance) group_left (nodename) node_uname_info{nodename=~"$host"}'
@@ -24,8 +24,9 @@ def dashboard() -> Dashboard:
 
 
 def _ranks(made: Dashboard) -> None:
-    made.with_row(Row("Tidegate's ranks on the node"))
-    for panel in (
+    section(
+        made,
+        "Tidegate's ranks on the node",
         lines(
             PanelOptions(title="Ranks", unit="short", width=6,
                  why="Ranks of these runs that Prometheus reaches, by host."),
@@ -50,13 +51,13 @@ def _ranks(made: Dashboard) -> None:
             Query(f"sum by (host, path) (rate(tidegate_path_bytes_total{{{RANK}}}[$__rate_interval]))",
                   "{{host}} {{path}}"),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _nvml(made: Dashboard) -> None:
-    made.with_row(Row("GPU, as NVML says (where there is one)"))
-    for panel in (
+    section(
+        made,
+        "GPU, as NVML says (where there is one)",
         lines(
             PanelOptions(title="GPU utilization", unit="percentunit", width=8, requires="nvml",
                  why="Share of time in which some kernel ran. Low in the update is why Tidegate gives the GPU work."),
@@ -75,13 +76,13 @@ def _nvml(made: Dashboard) -> None:
             Query(f"max by (host, direction) (tidegate_gpu_pcie_discrepancy_ratio{{{RANK}}})",
                   "{{host}} {{direction}}"), minimum=None,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _node_exporter(made: Dashboard) -> None:
-    made.with_row(Row("The machine, as node_exporter says"))
-    for panel in (
+    section(
+        made,
+        "The machine, as node_exporter says",
         lines(
             PanelOptions(title="CPU in use", unit="percentunit", width=6, requires="node_exporter",
                  why="All processes. High while training's own share is low: someone else is on the node."),
@@ -106,13 +107,13 @@ def _node_exporter(made: Dashboard) -> None:
             Query(f"sum by (nodename) (rate(node_pressure_io_waiting_seconds_total[$__rate_interval]) {_NODE})",
                   "{{nodename}}"), maximum=1,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _dcgm(made: Dashboard) -> None:
-    made.with_row(Row("The GPUs, as dcgm-exporter says"))
-    for panel in (
+    section(
+        made,
+        "The GPUs, as dcgm-exporter says",
         lines(
             PanelOptions(title="GPU utilization", unit="percent", width=6, requires="dcgm",
                  why="All processes on the GPU."),
@@ -136,5 +137,4 @@ def _dcgm(made: Dashboard) -> None:
             Query('sum by (Hostname, gpu) (increase(DCGM_FI_DEV_PCIE_REPLAY_COUNTER{Hostname=~"$host"}[1h]))',
                   "{{Hostname}} GPU {{gpu}}"),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, Self, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from grafana_foundation_sdk.builders import (
     common,
@@ -42,18 +42,7 @@ class Query:
     legend: str
 
 
-class _Panel(Protocol):
-    """The methods, used here, that all panel builders of the Grafana SDK have."""
-
-    def title(self, title: str) -> Self: ...
-    def description(self, description: str) -> Self: ...
-    def datasource(self, datasource: options.DataSourceRef) -> Self: ...
-    def height(self, h: int) -> Self: ...
-    def span(self, w: int) -> Self: ...
-    def unit(self, unit: str) -> Self: ...
-
-
-P = TypeVar("P", bound=_Panel)
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +62,11 @@ class PanelOptions:
     requires: Needs | None = None
 
     def on(self, panel: P) -> P:
+        """Gives these options to `panel`, a panel builder of the Grafana SDK: its builders have no common class."""
         why = f"{self.why}\n\nrequires: {self.requires}" if self.requires else self.why
-        panel.title(self.title).description(why).datasource(SOURCE).unit(self.unit)
-        return panel.height(self.height).span(self.width)
+        made: Any = panel
+        made.title(self.title).description(why).datasource(SOURCE).unit(self.unit).height(self.height).span(self.width)
+        return panel
 
 
 def lines(
@@ -199,8 +190,7 @@ def rows(panel_options: PanelOptions, key: str, columns: Sequence[Column], *, li
             ]
         panel.override_by_name(f"Value #{_ref(i)}", properties)
     if link:
-        followed = {"title": "Look at this run", "url": link}
-        panel.override_by_name(key, [model.DynamicConfigValue("links", [followed])])
+        panel.override_by_name(key, [model.DynamicConfigValue("links", [{"title": "Look at this run", "url": link}])])
     return panel
 
 

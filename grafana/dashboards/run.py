@@ -3,9 +3,9 @@ knobs."""
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from tidegate.grafana.dashboards.frame import RANK, frame, selectors
+from tidegate.grafana.dashboards.frame import RANK, frame, section, selectors
 from tidegate.grafana.dashboards.panels import CEILING, PanelOptions, Query, heat, lines, number
 
 _STEPS = f"sum(rate(tidegate_steps_total{{{RANK}}}[$__rate_interval]))"
@@ -32,8 +32,9 @@ def dashboard() -> Dashboard:
 
 
 def _now(made: Dashboard) -> None:
-    made.with_row(Row("Now"))
-    for panel in (
+    section(
+        made,
+        "Now",
         number(
             PanelOptions(title="Last step", unit="s", width=3, height=4,
                  why="How long ago the rank that is furthest behind ended a step."),
@@ -76,13 +77,13 @@ def _now(made: Dashboard) -> None:
             PanelOptions(title="Steps", unit="none", width=3, height=4, why="Optimizer steps of this run so far."),
             Query(f"max(tidegate_steps_total{{{RANK}}})", "steps"), decimals=0,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _phases(made: Dashboard) -> None:
-    made.with_row(Row("Phases"))
-    for panel in (
+    section(
+        made,
+        "Phases",
         lines(
             PanelOptions(title="Wall time of a step, by phase", unit="s", width=8,
                  why="The phases on top of each other are the step. `other` is what lies between: data, evaluation, "
@@ -123,13 +124,13 @@ def _phases(made: Dashboard) -> None:
                 f"sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$__rate_interval]))", "{{part}}",
             ), stacked=True, limits=((0.005, "orange"),),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _stalls(made: Dashboard) -> None:
-    made.with_row(Row("Verdict: what the update waits for, and whether we expected it"))
-    for panel in (
+    section(
+        made,
+        "Verdict: what the update waits for, and whether we expected it",
         lines(
             PanelOptions(title="Stalls of the update, by cause", unit="percentunit", width=12, height=9,
                  why="Share of the update in which no parameter was being updated, by what it waited for. The line is "
@@ -150,13 +151,13 @@ def _stalls(made: Dashboard) -> None:
                  "TidegatePredictionDrift for the update."),
             Query(f"tidegate_prediction_error_ratio{{{RANK}}}", "{{phase}}, rank {{rank}}"), limits=((0.25, "orange"),),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _knobs(made: Dashboard) -> None:
-    made.with_row(Row("Knobs: blue marks are generations"))
-    for panel in (
+    section(
+        made,
+        "Knobs: blue marks are generations",
         lines(
             PanelOptions(title="Shares: effective and desired", unit="percentunit", width=8,
                  why="device_share is 1 / stride; alternate_order is 1 while the order alternates. A desired value is "
@@ -194,13 +195,13 @@ def _knobs(made: Dashboard) -> None:
                  "written."),
             Query(f'avg by (state) (tidegate_knob{{{RANK},knob="host_cache_bytes"}})', "{{state}}"), steps=True,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _memory(made: Dashboard) -> None:
-    made.with_row(Row("Memory"))
-    for panel in (
+    section(
+        made,
+        "Memory",
         lines(
             PanelOptions(title="Device memory, peak by phase", unit="bytes", width=12,
                  why="Highest use in the last such phase, of the rank that uses most. The dashed line is what there "
@@ -213,13 +214,13 @@ def _memory(made: Dashboard) -> None:
                  why="Of all chosen ranks together: state, staging slots, gradients and the mirror of the weights."),
             Query(f"sum by (kind) (tidegate_host_memory_bytes{{{RANK}}})", "{{kind}}"), stacked=True,
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip
 
 
 def _training(made: Dashboard) -> None:
-    made.with_row(Row("Training"))
-    for panel in (
+    section(
+        made,
+        "Training",
         lines(
             PanelOptions(title="Loss", unit="none", width=6,
                  why="As told by optimizer.log(). Knobs never change it: results are exact, whatever the plan."),
@@ -240,5 +241,4 @@ def _training(made: Dashboard) -> None:
                  "a run that diverges."),
             Query(f"max by (run) (increase(tidegate_skipped_steps_total{{{RANK}}}[$__rate_interval]))", "skipped"),
         ),
-    ):  # fmt: skip
-        made.with_panel(panel)
+    )  # fmt: skip

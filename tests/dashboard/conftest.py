@@ -12,15 +12,15 @@ ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
 
+from tests.dashboard import caches  # noqa: E402
 from tests.dashboard.scripted import Daemon, start_daemon  # noqa: E402
-from tidegate.dashboard.data import queries  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Iterator[None]:
-    queries.forget()
+    caches.forget()
     yield
-    queries.forget()
+    caches.forget()
 
 
 @pytest.fixture(autouse=True)

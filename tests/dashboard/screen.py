@@ -11,8 +11,8 @@ from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
+from tests.dashboard import caches
 from tidegate import dashboard
-from tidegate.dashboard.data import read_cache
 
 MAIN = Path(dashboard.__file__).with_name("app") / "main.py"
 
@@ -30,7 +30,7 @@ def page(path: str = "run", **query: str) -> AppTest:
 
 
 def again(app: AppTest) -> AppTest:
-    read_cache.expire()
+    caches.expire()
     app.run()
     assert not app.exception
     return app

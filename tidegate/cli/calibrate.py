@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tidegate.cli.options import named_places
 from tidegate.cli.training import needs
 from tidegate.client.discovery import state_dir
-from tidegate.errors import ConfigError
-from tidegate.knobs.knobs import check_path_name
 from tidegate.speeds.saved_calibration import Calibration, calibration_file, load_calibration, save_calibration
 from tidegate.terminal import say
 
@@ -29,7 +28,7 @@ def calibrate(
 ) -> None:
     """Measure the speeds of this machine (updates, copies, storage paths): each alone, then several at the same time.
     The result is saved for this hardware."""
-    paths = _paths(path or [])
+    paths = named_places(path or [])
     with needs():
         from tidegate.agent.calibration import calibrate as measure
         from tidegate.agent.calibration.hardware import hardware as hardware_of
@@ -44,16 +43,6 @@ def calibrate(
         say(json.dumps({**found.to_dict(), "file": str(file), "measured_now": fresh}))
         return
     _print(found, file, fresh)
-
-
-def _paths(words: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for word in words:
-        name, equals, directory = word.partition("=")
-        if not equals or not directory:
-            raise ConfigError(f"--path {word!r} is not NAME=DIR, as in nvme=/nvme/tide.")
-        found[check_path_name(name)] = directory
-    return found
 
 
 def _print_progress(measurement: str) -> None:

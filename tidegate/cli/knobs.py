@@ -9,14 +9,16 @@ from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli.options import Daemon, Json, Reason, RunOption, Wait, choose_run, client_for, print_json, utf8
+from tidegate.cli.options import Daemon, Json, Reason, RunOption, Wait, choose_run, client_for, output, utf8
+from tidegate.cli.tables import print_generation, print_generations, print_knobs, print_preview, shown
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError
-from tidegate.knobs.knobs import KnobValue, show
+from tidegate.knobs.knobs import KnobValue
 from tidegate.knobs.knobs import spec as knob_spec
 from tidegate.terminal import say
 from tidegate.wire.canary import MAX_CANARY_STEPS, CanaryRequest
 from tidegate.wire.knobs import GenerationView, RankKnobs
+from tidegate.wire.prediction import Advice
 
 APPLY_SECONDS: Final = 2.0
 """Longest time in seconds for which a command waits until all ranks have applied the agreed knobs. Ranks apply knobs
@@ -33,12 +35,7 @@ def get(
     """Show the desired knobs, and the knobs that each rank uses."""
     with client_for("read", url) as client:
         view = client.knobs(choose_run(client, run).run)
-    if as_json:
-        print_json(view)
-        return
-    from tidegate.cli.tables import print_knobs
-
-    print_knobs(view)
+    output(view, as_json, print_knobs)
 
 
 @app.command("set")
@@ -68,14 +65,11 @@ def change(
     if run is None and "=" not in changes[0]:
         run, changes = changes[0], changes[1:]
     wanted, trial = _parse_changes(changes), _trial(canary, min_effect)
-    from tidegate.cli.tables import print_preview
-
     with client_for("operate", url) as client:
         name = choose_run(client, run).run
         seen = client.knobs(name).generation if generation is None else generation
         if dry_run:
-            preview = client.preview_knobs(name, wanted, seen)
-            print_json(preview) if as_json else print_preview(preview)
+            output(client.preview_knobs(name, wanted, seen), as_json, print_preview)
             return
         made = client.set_knobs(name, wanted, generation=seen, reason=reason, wait=wait, canary=trial)
         ranks = _ranks_with(client, made)
@@ -92,8 +86,7 @@ def rollback(
 ) -> None:
     """Restore the knobs of an earlier generation immediately. Ends a canary that is running."""
     with client_for("operate", url) as client:
-        name = choose_run(client, run).run
-        made = client.roll_back(name, to, reason=reason, wait=wait)
+        made = client.roll_back(choose_run(client, run).run, to, reason=reason, wait=wait)
         ranks = _ranks_with(client, made)
     _show(made, ranks, as_json)
 
@@ -102,25 +95,20 @@ def history(run: RunOption = None, url: Daemon = None, as_json: Json = False) ->
     """List every change of a run's knobs, and its outcome."""
     with client_for("read", url) as client:
         found = client.generations(choose_run(client, run).run)
-    if as_json:
-        print_json(found)
-        return
-    from tidegate.cli.tables import print_generations
-
-    print_generations(found)
+    output(found, as_json, print_generations)
 
 
 def advice(run: RunOption = None, url: Daemon = None, as_json: Json = False) -> None:
     """Show the knobs that Tidegate recommends for a run, and the gain that its simulation predicts. Changes nothing."""
     with client_for("read", url) as client:
         found = client.advice(choose_run(client, run).run)
-    if as_json:
-        print_json(found)
-        return
+    output(found, as_json, _print_advice)
+
+
+def _print_advice(found: Advice) -> None:
     say(found.sentence)
     if found.changes:
-        words = " ".join(f"{name}={show(name, value)}" for name, value in found.changes.items())
-        say(f"Try it: tidegate knobs set --run {found.run} {words} --canary 20")
+        say(f"Try it: tidegate knobs set --run {found.run} {shown(found.changes)} --canary 20")
 
 
 def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, ...]:
@@ -137,9 +125,7 @@ def _ranks_with(client: DaemonClient, made: GenerationView) -> tuple[RankKnobs, 
 
 def _show(made: GenerationView, ranks: tuple[RankKnobs, ...], as_json: bool) -> None:
     """Prints the generation. Exits with code 1 if not all ranks have agreed on it, or some have not answered yet."""
-    from tidegate.cli.tables import print_generation
-
-    print_json(made) if as_json else print_generation(made, ranks)
+    output(made, as_json, lambda _: print_generation(made, ranks))
     if made.state not in ("committed", "applied"):
         sys.exit(1)
 

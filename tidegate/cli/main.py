@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
 
 from tidegate.cli import knobs, runs, tokens, watch
 from tidegate.cli.calibrate import calibrate
+from tidegate.cli.doctor import checkpoint_files, storage_paths
+from tidegate.cli.doctor.machine import Finding, examine, print_findings
 from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, duration, utf8
 from tidegate.cli.plan import plan
 from tidegate.cli.training import needs, training_command
@@ -20,9 +23,6 @@ from tidegate.client.discovery import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.logs import VARIABLE, LogFormat, configure, visible_without_handlers
 from tidegate.terminal import confirm, say
-
-if TYPE_CHECKING:
-    from tidegate.cli.doctor.machine import Finding
 
 app = typer.Typer(
     name="tidegate",
@@ -144,11 +144,8 @@ def dashboard(
 # ---- runs
 
 
-app.command()(watch.status)
-app.command()(watch.events)
-app.command()(knobs.history)
-app.command()(knobs.rollback)
-app.command()(knobs.advice)
+for command in (watch.status, watch.events, knobs.history, knobs.rollback, knobs.advice):
+    app.command()(command)
 
 
 @app.command()
@@ -159,14 +156,18 @@ def trace(
     url: Daemon = None,
 ) -> None:
     """Write the newest timeline of a rank (the ops of one step) to a trace file for Perfetto or chrome://tracing."""
-    from tidegate.cli.trace import write
+    from tidegate.timeline.chrome_trace import write_trace
+    from tidegate.wire.translation import as_timeline
 
     with client_for("read", url) as client:
         name = choose_run(client, run).run
         view = client.timeline(name, rank)
     if view is None:
         raise TidegateError(f"Rank {rank} of run {name!r} has not sent a timeline yet: wait for its next step.")
-    write(view, name, rank, output)
+    try:
+        write_trace(output, [as_timeline(view)], rank=rank, process_name=f"{name} rank {rank}")
+    except OSError as error:
+        raise TidegateError(f"{output} cannot be written: {error.strerror}.") from error
     say(f"Step {view.step} of run {name!r}, rank {rank}: {len(view.spans)} of {view.num_spans} spans in {output}.")
 
 
@@ -198,20 +199,20 @@ def doctor(
 ) -> None:
     """Check what this machine has, whether the daemon can be reached, what runs have left on storage paths, and whether
     checkpoints and a daemon's state are sound."""
-    from tidegate.cli.doctor import checkpoint_files, storage_paths
-    from tidegate.cli.doctor.machine import examine
-
     if remove and not (path or checkpoints):
         raise ConfigError("--remove needs the place to remove from: --path DIRECTORY, or --checkpoints DIRECTORY.")
+    for option, given in (("--gpu", gpu), ("--state", state is not None)):
+        if given and (path or checkpoints):
+            raise ConfigError(f"{option} cannot be combined with --path or --checkpoints: give them one at a time.")
     if gpu:
-        if path or checkpoints:
-            raise ConfigError("--gpu cannot be combined with --path or --checkpoints: give them one at a time.")
-        _doctor_gpu(as_json)
+        with needs("agent"):
+            from tidegate.cli.doctor.gpu import examine_gpu, lines
+        _print_findings(examine_gpu(), as_json, lambda found: say("\n".join(lines(found))))
         return
     if state is not None:
-        if path or checkpoints:
-            raise ConfigError("--state cannot be combined with --path or --checkpoints: give them one at a time.")
-        _doctor_state(state, as_json)
+        with needs():
+            from tidegate.cli.doctor.daemon_state import examine_state
+        _print_findings(examine_state(state), as_json, print_findings)
         return
     leftovers = storage_paths.find_leftover_state(path or [], endpoint)
     inspected = checkpoint_files.inspect_checkpoints(checkpoints or [])
@@ -226,32 +227,15 @@ def doctor(
             if remove
             else checkpoint_files.findings(checkpoints, inspected)
         )
-    _print_findings(findings, as_json)
+    _print_findings(findings, as_json, print_findings)
 
 
-def _print_findings(findings: list[Finding], as_json: bool) -> None:
-    """Prints the findings as a table or as JSON. Exit code 1 if one of them is bad."""
-    from tidegate.cli.doctor.machine import print_findings
-
+def _print_findings(findings: list[Finding], as_json: bool, as_text: Callable[[list[Finding]], None]) -> None:
+    """Prints the findings with `as_text` or as JSON. Exit code 1 if one of them is bad."""
     if as_json:
         say(json.dumps([finding.as_dict() for finding in findings]))
     else:
-        print_findings(findings)
-    if any(finding.verdict == "bad" for finding in findings):
-        sys.exit(1)
-
-
-def _doctor_state(state: Path, as_json: bool) -> None:
-    with needs():
-        from tidegate.cli.doctor.daemon_state import examine_state
-    _print_findings(examine_state(state), as_json)
-
-
-def _doctor_gpu(as_json: bool) -> None:
-    with needs("agent"):
-        from tidegate.cli.doctor.gpu import examine_gpu, lines
-    findings = examine_gpu()
-    say(json.dumps([finding.as_dict() for finding in findings]) if as_json else "\n".join(lines(findings)))
+        as_text(findings)
     if any(finding.verdict == "bad" for finding in findings):
         sys.exit(1)
 

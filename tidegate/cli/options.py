@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import typer
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.discovery import find_daemon, find_token
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.knobs.knobs import check_path_name
 from tidegate.terminal import encodable, say
 from tidegate.wire.run import RunView
 
@@ -66,12 +68,25 @@ def newest_first(runs: Iterable[RunView]) -> list[RunView]:
     return sorted(runs, key=lambda run: -run.started_at)
 
 
-def print_json(message: BaseModel | list[Any]) -> None:
-    """Prints a message, or a list of messages, as JSON."""
-    if isinstance(message, list):
-        say(json.dumps([row.model_dump(mode="json") for row in message]))
+def output(message: BaseModel | list[Any], as_json: bool, print_text: Callable[[Any], None]) -> None:
+    """Prints a message, or a list of messages: as JSON, or as text with `print_text`."""
+    if as_json:
+        say(json.dumps(to_jsonable_python(message)))
     else:
-        say(json.dumps(message.model_dump(mode="json")))
+        print_text(message)
+
+
+def named_places(words: Sequence[str]) -> dict[str, str]:
+    """The storage paths in the values of --path, such as NAME=DIR, by name. ConfigError for any other form."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, place = word.partition("=")
+        if not equals or not place:
+            raise ConfigError(f"--path {word!r} is not NAME=DIR, as in --path nvme=/nvme/tide.")
+        if check_path_name(name) in found:
+            raise ConfigError(f"--path names {name!r} twice: give each path its own name.")
+        found[name] = place
+    return found
 
 
 def duration(text: str, option: str) -> float:

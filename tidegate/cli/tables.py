@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidegate.knobs.kinds import show_size
-from tidegate.knobs.knobs import KnobValue, show
+from tidegate.knobs.knobs import KnobKind, KnobValue, show
 from tidegate.terminal import say, visible
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, MeasuredEffect, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
@@ -184,16 +184,13 @@ def shown(knobs: dict[str, KnobValue]) -> str:
 
 
 def _bounds_text(bound: KnobBound) -> str:
-    match bound.kind:
-        case "number":
-            of_kind = f"{bound.minimum:g} to {bound.maximum:g}"
-        case "size":
-            of_kind = f"{show_size(bound.minimum)} to {show_size(bound.maximum)}"
-        case "weights":
-            of_kind = ",".join(f"{path}:WEIGHT" for path in bound.paths)
-        case "choice":
-            of_kind = ""
-    return ", ".join(part for part in (of_kind, *bound.words) if part)
+    of_kind: dict[KnobKind, str] = {
+        "number": f"{bound.minimum:g} to {bound.maximum:g}",
+        "size": f"{show_size(bound.minimum)} to {show_size(bound.maximum)}",
+        "weights": ",".join(f"{path}:WEIGHT" for path in bound.paths),
+        "choice": "",
+    }
+    return ", ".join(part for part in (of_kind[bound.kind], *bound.words) if part)
 
 
 def _seconds(value: float | None) -> str:

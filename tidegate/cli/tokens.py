@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from tidegate.cli.options import duration, utf8
+from tidegate.cli.options import Json, duration, utf8
 from tidegate.cli.training import needs
 from tidegate.client.discovery import SCOPES, state_dir
 from tidegate.client.transport import actor
@@ -31,7 +31,6 @@ State = Annotated[Path | None, typer.Option("--state-dir", help="State directory
 Database = Annotated[
     str | None, typer.Option("--database-url", help="The daemon's database, if not SQLite.", callback=utf8)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @app.command()

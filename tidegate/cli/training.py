@@ -11,10 +11,10 @@ from typing import Annotated, Final
 
 import typer
 
-from tidegate.cli.options import utf8
+from tidegate.cli.options import named_places, utf8
 from tidegate.demo import DemoOptions, run_demo
-from tidegate.errors import ConfigError, TidegateError
-from tidegate.knobs.knobs import Knobs, check_path_name, spec
+from tidegate.errors import TidegateError
+from tidegate.knobs.knobs import Knobs, spec
 from tidegate.logs import VARIABLE, LogFormat, configure
 
 _DEFAULT: Final = DemoOptions()
@@ -45,20 +45,9 @@ def needs(extra: str = "") -> Iterator[None]:
         raise TidegateError(f"This needs {missing}: pip install 'tidegate[{named}]'.") from error
 
 
-def _paths(words: Sequence[str] | None) -> tuple[tuple[str, Path | str], ...] | None:
-    """The storage paths given by `--path NAME=DIR` or NAME=s3://…; None if there are none. ConfigError for any other
-    form."""
-    if not words:
-        return None
-    found: dict[str, Path | str] = {}
-    for word in words:
-        name, equals, directory = word.partition("=")
-        if not equals or not directory:
-            raise ConfigError(f"--path {word!r} is not NAME=DIR, as in --path nvme=/nvme/tide.")
-        if check_path_name(name) in found:
-            raise ConfigError(f"--path names {name!r} twice: give each path its own name.")
-        found[name] = directory if "://" in directory else Path(directory)
-    return tuple(found.items())
+def _paths(words: Sequence[str]) -> tuple[tuple[str, Path | str], ...] | None:
+    """The storage paths given by `--path NAME=DIR` or NAME=s3://…; None if there are none."""
+    return tuple((n, at if "://" in at else Path(at)) for n, at in named_places(words).items()) or None
 
 
 def _cache(text: str) -> int | str:
@@ -136,7 +125,7 @@ def training_command(*, view: bool) -> Callable[..., None]:
             stride=knobs.stride,
             static_ratio=knobs.static_ratio,
             subgroup_numel=subgroup_numel,
-            paths=_paths(path),
+            paths=_paths(path or []),
             tier_split=knobs.tier_split,
             host_cache=_cache(host_cache),
             order=knobs.order,

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import typer
+from rich.live import Live
+from rich.table import Table
 
-from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first, print_json
+from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first, output
+from tidegate.cli.tables import console, default_runs, print_runs, runs_table, shown
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import say, visible
@@ -46,12 +49,7 @@ def status(
         else:
             _watch(fetch, everything)
             return
-    if as_json:
-        print_json(runs)
-        return
-    from tidegate.cli.tables import print_runs
-
-    print_runs(runs, everything)
+    output(runs, as_json, lambda found: print_runs(found, everything))
 
 
 def events(
@@ -139,8 +137,6 @@ def sentence(event: Event, printed: PrintedStates) -> str:
     printed.generations[number] = now
     if before == now:  # only its measured effect has changed: see `history`
         return ""
-    from tidegate.cli.tables import shown
-
     if before[0] == now[0]:
         return f"{at}  generation {number}, canary {now[1].replace('_', ' ')}: {trial.get('verdict', '')}".rstrip(". ")
     words = [f"{at}  generation {number} {now[0]}: {shown(data.get('knobs') or {})}"]
@@ -150,10 +146,6 @@ def sentence(event: Event, printed: PrintedStates) -> str:
 
 def _watch(fetch: Callable[[], list[RunView]], everything: bool) -> None:
     """Shows the table of runs, and updates it every PAUSE_SECONDS until Ctrl-C."""
-    from rich.live import Live
-    from rich.table import Table
-
-    from tidegate.cli.tables import console, default_runs, runs_table
 
     def shown() -> Table:
         runs = fetch()

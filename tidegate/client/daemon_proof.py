@@ -62,8 +62,7 @@ def sign(key: str, nonce: str, host: str, port: int) -> str:
     """The proof: an HMAC with `key` over the nonce, and the address and port at which the connection arrived."""
     address = ipaddress.ip_address(host.partition("%")[0])
     plain = getattr(address, "ipv4_mapped", None) or address
-    message = f"tidegate proof 1\n{plain}\n{port}\n{nonce}"
-    return hmac.new(key.encode(), message.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key.encode(), f"tidegate proof 1\n{plain}\n{port}\n{nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def is_proven(stream: Stream, host: str, key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 from pathlib import Path
@@ -23,8 +24,7 @@ def state_dir() -> Path:
     ~/.local/state/tidegate."""
     if given := os.environ.get("TIDEGATE_STATE_DIR"):
         return _expanded(given)
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return _expanded(base) / "tidegate"
+    return _expanded(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "tidegate"
 
 
 def token_dir() -> Path:
@@ -84,3 +84,10 @@ def find_daemon() -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return FromState.of(str(json.loads(read_no_link(home / "daemon.json")[0])["url"]), home)
     return DEFAULT_URL
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether a server that listens on `bind` can be reached from this machine only."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(bind).is_loopback
+    return bind == "localhost"

@@ -27,15 +27,11 @@ HTTP_ERRORS: Final = (
 
 
 class Answer:
-    """A response: `status`, `headers` (names in lower case; values of a repeated header joined by ", "), and the body
-    in pieces, which can be read once."""
+    """A response: `status`, `headers`, and the body in pieces, which can be read once."""
 
     def __init__(self, answer: httpcore.Response) -> None:
         self.status = answer.status
-        self.headers: dict[str, str] = {}
-        for name, value in answer.headers:
-            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+        self.headers = httpx.Headers(answer.headers)
         self._answer = answer
 
     def pieces(self) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from tidegate.client.answers import CompleteAnswer, error_of, parse, refuse_compressed
 from tidegate.client.daemon_proof import FromState, is_proven
+from tidegate.client.discovery import is_loopback
 from tidegate.client.http_client import HTTP_ERRORS, Answer, HttpClient, system_trust
 from tidegate.client.httpx_import import httpx
 from tidegate.client.streams import within
@@ -25,7 +26,6 @@ from tidegate.errors import DaemonError, DaemonUnproven, DaemonUnreachable, NotA
 from tidegate.terminal import visible
 
 Query = Mapping[str, str | int | float | bool]
-_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _NO_TRUST: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """TLS context used as a placeholder for plain http, which needs no certificates. It avoids loading the system's
 certificates, which takes 30 ms."""
@@ -53,7 +53,7 @@ class Transport:
                 raise NotAuthorized("The token has blanks or characters that no token has: copy it again.", 401)
             self._headers["Authorization"] = f"Bearer {token}"
         trust = _trust(ca) if address.scheme == "https" else _NO_TRUST
-        direct = address.host in _LOOPBACK  # a proxy cannot reach our loopback
+        direct = is_loopback(address.host)  # a proxy cannot reach our loopback
         state = next((given for given in (token, url) if isinstance(given, FromState)), None)
         check = functools.partial(self._check_proof, state) if token and state and address.scheme == "http" else None
         self._http = HttpClient(address, trust, direct, check)

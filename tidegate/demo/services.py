@@ -47,14 +47,18 @@ class Service:
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Waits until `ready()` is true. ConfigError with the last line of the log when the service ends, or is not
-        ready within START_SECONDS."""
+        ready within START_SECONDS. The service is stopped if the wait ends with an exception."""
         deadline = time.monotonic() + START_SECONDS
-        while not ready():
-            if self.process.poll() is not None:
-                raise ConfigError(f"{self.name} did not start: {_last_line(self.log)}")
-            if time.monotonic() > deadline:
-                raise ConfigError(f"{self.name} was not ready within {START_SECONDS:.0f} s; see {self.log}.")
-            time.sleep(0.1)
+        try:
+            while not ready():
+                if self.process.poll() is not None:
+                    raise ConfigError(f"{self.name} did not start: {_last_line(self.log)}")
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"{self.name} was not ready within {START_SECONDS:.0f} s; see {self.log}.")
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Ends the process with SIGTERM, and after 20 seconds with SIGKILL."""
@@ -75,11 +79,7 @@ def start_daemon(port: int, log: Path) -> tuple[str, Service | None]:
         return url, None
     command = [sys.executable, "-m", "tidegate", "daemon", "--port", str(port), "--state-dir", str(state_dir())]
     service = Service("The daemon", command, log)
-    try:
-        service.wait_until(lambda: _answers(f"{url}/readyz"))
-    except BaseException:
-        service.stop()
-        raise
+    service.wait_until(lambda: _answers(f"{url}/readyz"))
     return url, service
 
 
@@ -92,11 +92,7 @@ def start_view(port: int, daemon_url: str, log: Path) -> tuple[str, Service]:
         raise ConfigError(problem)
     url = f"http://127.0.0.1:{port}"
     service = Service("The live view", dashboard.command(port, daemon_url), log, dashboard.environment(daemon_url))
-    try:
-        service.wait_until(lambda: _answers(f"{url}/_stcore/health"))
-    except BaseException:
-        service.stop()
-        raise
+    service.wait_until(lambda: _answers(f"{url}/_stcore/health"))
     return url, service
 
 

@@ -96,13 +96,13 @@ def weights_of(text: str) -> dict[str, float]:
 
 
 def _parse_number(spec: KnobSpec, value: object) -> KnobValue:
-    number = _number(value)
+    number = number_of(value)
     if not spec.minimum <= number <= spec.maximum:
         raise spec.out_of_range(value)
     return number
 
 
-def _number(value: object) -> float:
+def number_of(value: object) -> float:
     """`value` as a float; NaN if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def _weight(spec: KnobSpec, value: object, name: str, weight: object) -> float:
     if spec.paths and name not in spec.paths:
         known = ", ".join(spec.paths)
         raise KnobError(f"{spec.name}={value!r} names {name!r}; the run's paths are: {known}.", spec.name)
-    number = math.nan if isinstance(weight, bool) else _number(weight)
+    number = math.nan if isinstance(weight, bool) else number_of(weight)
     if not spec.minimum <= number <= spec.maximum:
         raise KnobError(
             f"{spec.name}={value!r} gives {name!r} the weight {weight!r}: a number from {spec.minimum:g} to "
@@ -227,17 +227,9 @@ def _parse_choice(spec: KnobSpec, value: object) -> KnobValue:
     raise spec.out_of_range(value)
 
 
-def _no_bounds(_: KnobSpec) -> str:
-    return ""
-
-
-def _general_format(number: float) -> str:
-    return f"{number:g}"
-
-
 _KINDS: Final[dict[KnobKind, _Kind]] = {
-    "number": _Kind(_parse_number, _general_format, _number_bounds),
+    "number": _Kind(_parse_number, "{:g}".format, _number_bounds),
     "size": _Kind(_parse_size, show_size, _size_bounds),
-    "weights": _Kind(_parse_weights, _general_format, _weights_bounds),
-    "choice": _Kind(_parse_choice, _general_format, _no_bounds),
+    "weights": _Kind(_parse_weights, "{:g}".format, _weights_bounds),
+    "choice": _Kind(_parse_choice, "{:g}".format, lambda _: ""),
 }

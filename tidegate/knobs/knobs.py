@@ -146,8 +146,7 @@ def spec(name: str, specs: Mapping[str, KnobSpec] = SPECS) -> KnobSpec:
     if name in specs:
         return specs[name]
     if name in PATH_KNOBS:
-        sentence = f"{name} cannot be set: this run has no storage paths; start it with Offload(paths=…)."
-        raise KnobError(sentence, name)
+        raise KnobError(f"{name} cannot be set: this run has no storage paths; start it with Offload(paths=…).", name)
     raise KnobError(f"There is no knob {name!r}. The knobs are: {', '.join(specs)}.", name)
 
 

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Sequence
 
 from tidegate.errors import ConfigError
+from tidegate.knobs.kinds import number_of
 
 
 def check_whole(name: str, value: object, minimum: int, *, of: str = "", multiple_of: int = 1) -> int:
@@ -30,17 +31,16 @@ def check_whole(name: str, value: object, minimum: int, *, of: str = "", multipl
     return number
 
 
-def check_number(name: str, value: object, *, above: float | None = None, minimum: float = 0.0, of: str = "") -> float:
+def check_number(name: str, value: object, *, above: float | None = None, of: str = "") -> float:
     """The value as a float; ConfigError if it is not a number or too small. Infinity is accepted.
 
-    above: the value must be greater than this number; None: `minimum` is the bound.
-    minimum: the smallest value that is accepted, if `above` is None.
+    above: the value must be greater than this number; None: it must be at least 0.
     of: text for the error after name and value, such as " of a path", that names the owner of the setting.
     """
-    bound = f"at least {minimum:g}" if above is None else f"more than {above:g}"
-    if isinstance(value, bool | str | bytes) or (number := _number(value)) is None:
+    bound = "at least 0" if above is None else f"more than {above:g}"
+    if isinstance(value, bool | str | bytes) or math.isnan(number := number_of(value)):
         raise ConfigError(f"{name}={value!r}{of} is not a number: give one of {bound}.")
-    if not (number >= minimum if above is None else number > above):
+    if not (number >= 0 if above is None else number > above):
         raise ConfigError(f"{name}={value}{of} is out of range: {bound} is needed.")
     return number
 
@@ -83,11 +83,3 @@ def _whole(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def _number(value: object) -> float | None:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if math.isnan(number) else number

@@ -47,7 +47,7 @@ def test_a_report_that_is_tried_again_is_no_second_report(tmp_path: Path, monkey
     run, member = stand.plane.registry.member(rank.agent)
     stand.report(rank.agent, 0, 1)
     member.applied.clear()
-    monkeypatch.setattr(stand.plane._effects, "measure", lambda *_: stand.store.save(run.name))
+    monkeypatch.setattr(stand.plane._events, "measure_effect", lambda *_: stand.store.save(run.name))
     stand.refusals = 1
     with pytest.raises(OperationalError):
         stand.report(rank.agent, 1, 7)

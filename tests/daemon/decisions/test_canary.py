@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, threaded, wait_until
 from tidegate.daemon.control.control_plane import ControlPlane
@@ -19,10 +20,8 @@ from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.canary import (
     Canary,
     StepOfAllRanks,
-    as_json,
     common_steps,
     compare_steps,
-    from_json,
     judge,
     measure,
 )
@@ -101,6 +100,7 @@ def test_chance_condemns_seldom() -> None:
     assert sum(canary.state == "condemned" for canary in found) <= 12
 
 
+STORED = TypeAdapter(Canary)
 SECONDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=30)
 
 
@@ -109,7 +109,7 @@ def test_a_canary_is_stored_as_it_is(seconds: list[float], predicted: float) -> 
     canary = trial(steps(*seconds, free=0.5), predicted_before=predicted)
     measured = measure(canary.before, canary.before, compare_steps(canary.before, canary.before))
     for found in (canary, replace(canary, measured=measured, state="promoted")):
-        assert from_json(as_json(found)) == found
+        assert STORED.validate_python(STORED.dump_python(found, mode="json")) == found
 
 
 def told(step: int, update: float, peak: int = 0, *, skipped: bool = False) -> StepFigures:

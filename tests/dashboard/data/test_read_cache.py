@@ -6,11 +6,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cachetools import LRUCache
+from cachetools import LRUCache, cached
 
+from tests.dashboard import caches
 from tests.dashboard.scripted import Agent, Daemon
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.dashboard.data import clients, queries, read_cache
+from tidegate.dashboard.data import clients, queries
 from tidegate.dashboard.data.read_cache import CachedQuery
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.run import StepsView
@@ -33,10 +34,10 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def numbers(daemon: Daemon) -> list[int]:
-    read_cache.expire()
+    caches.expire()
     look = queries.snapshot_reading(daemon.url, "llama-7b", 0)
-    assert look.snapshot is not None
-    return [step.step for step in look.snapshot.steps]
+    assert look.value is not None
+    return [step.step for step in look.value.steps]
 
 
 def test_only_new_steps_are_asked_for(daemon: Daemon, limits: list[int]) -> None:
@@ -48,7 +49,7 @@ def test_only_new_steps_are_asked_for(daemon: Daemon, limits: list[int]) -> None
     assert numbers(daemon) == list(range(54, 254))
     assert limits == [queries.NUM_STEPS, 3 + queries.OVERLAP, queries.OVERLAP]
     with daemon.operator() as client:
-        snapshot = queries.snapshot_reading(daemon.url, "llama-7b", 0).snapshot
+        snapshot = queries.snapshot_reading(daemon.url, "llama-7b", 0).value
         assert snapshot is not None
         assert snapshot.steps == client.steps("llama-7b", 0, queries.NUM_STEPS).steps
 
@@ -89,7 +90,7 @@ def test_viewers_who_want_the_same_at_once_ask_once() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(want, range(8))) == [1] * 8
     assert asked == ["a"]
-    kind.expire()
+    caches.expire(kind)
     assert kind.get(URL, "a").value == 2
 
 
@@ -102,16 +103,14 @@ def test_the_last_value_is_kept_while_there_is_no_answer() -> None:
         return answer
 
     kind = CachedQuery(read, 60.0)
-    first = kind.get(URL)
-    kind.expire()
+    assert kind.get(URL).value == 1
+    caches.expire(kind)
     away = kind.get(URL)
-    assert (away.value, away.problem, away.read_at) == (1, "It is away.", first.read_at)
+    assert (away.value, away.problem) == (1, "It is away.")
     assert kind.get(URL) is away, "nor is it asked again and again"
-    kind.expire()
+    caches.expire(kind)
     assert (kind.get(URL).value, kind.get(URL).problem) == (3, None)
     assert kind.last(URL) == 3
-    kind.forget()
-    assert kind.last(URL) is None
 
 
 def test_what_was_wanted_longest_ago_goes_first() -> None:
@@ -122,7 +121,7 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
 
 
 def test_one_client_for_each_daemon_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_clients", LRUCache(2))
+    monkeypatch.setattr(clients, "_client", cached(LRUCache(2))(clients._client.__wrapped__))
     first = clients.shared_client("http://127.0.0.1:1")
     assert clients.shared_client("http://127.0.0.1:1") is first
     for port in (2, 3):

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from cachetools import LRUCache
 
+from tests.dashboard import caches
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, timeline
 from tests.services import until
@@ -211,11 +212,11 @@ def test_a_run_that_begins_again_shows_no_timeline_of_before(daemon: Daemon, mon
     page("timeline")
     assert queries.timeline(daemon.url, "llama-7b", 0, 3) == before
     Agent(daemon, step=3).report(timeline=after)
-    read_cache.expire()
+    caches.expire()
     monkeypatch.setattr(
         queries, "_TIMELINES", read_cache.CachedQuery(lambda *_: None, 1.0)
     )  # the newest is not on a screen yet
-    assert queries.snapshot_reading(daemon.url, "llama-7b", 0).snapshot
+    assert queries.snapshot_reading(daemon.url, "llama-7b", 0).value
     assert queries.timeline(daemon.url, "llama-7b", 0, 3) == after
 
 

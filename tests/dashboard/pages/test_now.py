@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.dashboard import caches
 from tests.dashboard.pages.test_alerts import tell
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.services import until
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.dashboard.data import firing_alerts, read_cache, triage
+from tidegate.dashboard.data import read_cache, triage
 from tidegate.dashboard.data.step_stats import summarize, verdict
 from tidegate.dashboard.widgets import card
 from tidegate.errors import DaemonUnreachable
@@ -213,15 +214,16 @@ def test_one_question_tells_what_fires_in_all_runs(daemon: Daemon, monkeypatch: 
     tell(daemon, "TidegatePathSlow", "warning", "")
     tell(daemon, "TidegateDaemonSlow", "critical", "", run="")
     monkeypatch.setattr(DaemonClient, "alerts", lambda *_: pytest.fail("asked for one run"))
-    found = firing_alerts.firing(daemon.url)
-    named = {run: [alert.alert for alert in found.of(run)] for run in ("llama-7b", "other", firing_alerts.NO_RUN)}
-    assert named == {"llama-7b": ["TidegatePathSlow"], "other": [], "": ["TidegateDaemonSlow"]}
+    found = read_cache.FIRING.get(daemon.url)
+    assert found.value is not None
+    named = {run: [alert.alert for alert in alerts] for run, alerts in found.value.items()}
+    assert named == {"llama-7b": ["TidegatePathSlow"], read_cache.NO_RUN: ["TidegateDaemonSlow"]}
     assert found.problem is None
-    read_cache.expire()
+    caches.expire()
     daemon.stop()
-    away = firing_alerts.firing(daemon.url)
+    away = read_cache.FIRING.get(daemon.url)
     assert away.problem
-    assert away.by_run == found.by_run, "what was known last stays"
+    assert away.value == found.value, "what was known last stays"
 
 
 def test_what_is_not_known_is_not_said_to_be_nothing(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,7 +435,7 @@ def test_a_websocket_ends_with_its_session(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while heard.append((await receive())["type"]) or heard[-1] != "websocket.disconnect":
-            browser_sessions.forget()
+            browser_sessions._sessions.clear()
 
     async def receive() -> Message:
         return {"type": "websocket.receive", "bytes": b""}

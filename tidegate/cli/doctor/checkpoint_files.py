@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tidegate.cli.doctor.machine import Finding
-from tidegate.errors import ConfigError, StorageError
+from tidegate.cli.doctor.machine import Finding, remove_if_confirmed
 
 if TYPE_CHECKING:
     from tidegate.agent.checkpoints.inspection import Inspected
@@ -44,33 +42,11 @@ def _finding(found: Inspected) -> Finding:
 
 
 def remove_damaged(found: Sequence[Inspected], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
-    """Removes the damaged checkpoints in `found`, and returns a finding for each removal. Other checkpoints are not
-    touched.
-
-    Unless `yes` is True, `ask(question)` is called first; if it returns False, nothing is removed. ConfigError when the
-    user must be asked, but there is no terminal.
-    """
+    """Removes the damaged checkpoints in `found`, as `remove_if_confirmed` does. Other checkpoints are not touched."""
     from tidegate.agent.checkpoints.inspection import remove_damaged as remove
 
     damaged = [c for c in found if c.damage is not None and c.damage.is_removable]
     if not damaged:
         return [Finding("checkpoint", "good", "nothing to remove: no checkpoint there is damaged")]
-    places = "\n".join(f"  {c.directory}: {c.damage.reason}" for c in damaged if c.damage is not None)
-    total = f"{sum(c.nbytes for c in damaged) / 1e6:,.1f} MB"
-    if not yes and not sys.stdin.isatty():
-        raise ConfigError(
-            f"Nothing was removed: there is no terminal to ask on. Add --yes to remove {len(damaged)} damaged "
-            f"checkpoints, {total}:\n{places}"
-        )
-    if not yes and not ask(f"{places}\nRemove {len(damaged)} damaged checkpoints, {total}?"):
-        return [Finding("checkpoint", "missing", "nothing was removed")]
-    done = []
-    for checkpoint in damaged:
-        try:
-            remove(checkpoint)
-        except StorageError as error:
-            done.append(Finding("checkpoint", "bad", str(error)))
-        else:
-            removed = f"removed {checkpoint.directory}, {checkpoint.nbytes / 1e6:,.1f} MB"
-            done.append(Finding("checkpoint", "good", removed))
-    return done
+    listed = "\n".join(f"  {c.directory}: {c.damage.reason}" for c in damaged if c.damage is not None)
+    return remove_if_confirmed("checkpoint", f"{len(damaged)} damaged checkpoints", listed, damaged, remove, yes, ask)

@@ -113,8 +113,7 @@ def context(place: torch.device) -> str:
 
 def pinned_memory(runtime: CudaRuntime) -> str:
     """Tests whether host memory can be pinned (registered), in the same way as memory for state."""
-    pages = mmap.mmap(-1, PINNED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    array = np.frombuffer(pages, np.uint8)
+    array = np.frombuffer(mmap.mmap(-1, PINNED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     array.fill(0)
     reason = runtime.pin(array.ctypes.data, PINNED_BYTES)
     if reason:
@@ -188,8 +187,7 @@ def both_ways(device: Device) -> dict[str, list[Span]]:
 def overlap(spans: Sequence[Span], others: Sequence[Span]) -> float:
     """Seconds during which a span of `spans` and a span of `others` ran at the same time. Within one sequence, spans
     must not overlap."""
-    pairs = itertools.product(spans, others)
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in itertools.product(spans, others))
 
 
 def _seconds(spans: Sequence[Span]) -> float:

@@ -9,9 +9,9 @@ import platform
 import socket
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +20,7 @@ from tidegate.cli.tables import console
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.client.discovery import DEFAULT_URL, find_token, state_dir
 from tidegate.client.state_files import home_of, read_no_link
-from tidegate.errors import DaemonError
+from tidegate.errors import ConfigError, DaemonError, StorageError
 from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
@@ -71,6 +71,37 @@ def print_findings(findings: list[Finding]) -> None:
     for finding in findings:
         table.add_row(_SYMBOLS[finding.verdict], visible(finding.check), visible(finding.detail))
     console.print(table)
+
+
+def remove_if_confirmed(
+    check: str,
+    what: str,
+    listed: str,
+    found: Sequence[Any],
+    remove: Callable[[Any], None],
+    yes: bool,
+    ask: Callable[[str], bool],
+) -> list[Finding]:
+    """Removes each of `found` (things with `directory` and `nbytes`) with `remove`, and returns a finding for each.
+
+    Unless `yes` is True, `ask(question)` is called first; if it returns False, nothing is removed. ConfigError when the
+    user must be asked, but there is no terminal. check: name of the findings. what, listed: texts for the question.
+    """
+    total = f"{sum(one.nbytes for one in found) / 1e6:,.1f} MB"
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(
+            f"Nothing was removed: there is no terminal to ask on. Add --yes to remove {what}, {total}:\n{listed}"
+        )
+    if not yes and not ask(f"{listed}\nRemove {what}, {total}?"):
+        return [Finding(check, "missing", "nothing was removed")]
+    done = []
+    for one in found:
+        try:
+            remove(one)
+            done.append(Finding(check, "good", f"removed {one.directory}, {one.nbytes / 1e6:,.1f} MB"))
+        except StorageError as error:
+            done.append(Finding(check, "bad", str(error)))
+    return done
 
 
 def _python() -> list[Finding]:

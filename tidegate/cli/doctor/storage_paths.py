@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from tidegate.cli.doctor.machine import Finding, Verdict
-from tidegate.errors import ConfigError, StorageError
+from tidegate.cli.doctor.machine import Finding, Verdict, remove_if_confirmed
 
 if TYPE_CHECKING:
     from tidegate.agent.tiers.object_scratch import ObjectLeftover
@@ -66,33 +64,13 @@ def _finding(leftover: AnyLeftover) -> Finding:
 
 
 def remove_dead(found: Sequence[AnyLeftover], yes: bool, ask: Callable[[str], bool]) -> list[Finding]:
-    """Removes the state in `found` that dead processes have left on storage paths, and returns a finding for each
-    removal. State of live processes, and of processes that may be alive, is not touched.
-
-    Unless `yes` is True, `ask(question)` is called first; if it returns False, nothing is removed. ConfigError when the
-    user must be asked, but there is no terminal.
-    """
+    """Removes the state in `found` that dead processes have left on storage paths, as `remove_if_confirmed` does. State
+    of live processes, and of processes that may be alive, is not touched."""
     dead = [leftover for leftover in found if leftover.alive == "no"]
     if not dead:
         return [Finding("path", "good", "nothing to remove: no dead run left anything there")]
-    total = sum(leftover.nbytes for leftover in dead)
-    places = "\n".join(f"  {leftover.directory}" for leftover in dead)
-    if not yes and not sys.stdin.isatty():
-        raise ConfigError(
-            f"Nothing was removed: there is no terminal to ask on. Add --yes to remove the state of {len(dead)} dead "
-            f"ranks, {total / 1e6:,.1f} MB:\n{places}"
-        )
-    if not yes and not ask(f"{places}\nRemove the state of {len(dead)} dead ranks, {total / 1e6:,.1f} MB?"):
-        return [Finding("path", "missing", "nothing was removed")]
-    done = []
-    for leftover in dead:
-        try:
-            _remove(leftover)
-        except StorageError as error:
-            done.append(Finding("path", "bad", str(error)))
-        else:
-            done.append(Finding("path", "good", f"removed {leftover.directory}, {leftover.nbytes / 1e6:,.1f} MB"))
-    return done
+    listed = "\n".join(f"  {leftover.directory}" for leftover in dead)
+    return remove_if_confirmed("path", f"the state of {len(dead)} dead ranks", listed, dead, _remove, yes, ask)
 
 
 def _remove(leftover: AnyLeftover) -> None:
