@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tidegate.errors import PlanError
 from tidegate.plan.ops import GATE_OF, Op
 from tidegate.plan.plan import Plan
-from tidegate.simulator.event_loop import Times
-from tidegate.simulator.interference import contended_times
+from tidegate.simulator.event_loop import Times, times_together
 from tidegate.speeds.rate_card import RateCard
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
 
@@ -50,8 +49,10 @@ def _times(
     if not rates.keeps:
         return _times_without_interference(plan, seconds, step_at, gradient_ready)
     opens = {"step": step_at, "none": 0.0}
-    gates = {op.id: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)) for op in plan.ops}
-    return contended_times(plan, {op.id: seconds(op) for op in plan.ops}, rates.keeps, gates)
+    [times] = times_together(
+        [plan], seconds, lambda op: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)), rates.keeps
+    )
+    return times
 
 
 def _times_without_interference(
