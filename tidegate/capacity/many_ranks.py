@@ -17,7 +17,7 @@ from typing import Final
 
 from tidegate.capacity.machine import Machine, Workload
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.plan.interference import DUPLEX, HALF_DUPLEX, Demand, both_seconds
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX, Demand
 from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, Op, OpKind, path_lanes
 from tidegate.plan.plan import Plan
 from tidegate.plan.tier_split import PathSpeeds
@@ -170,10 +170,8 @@ def run(
         late = max(0.0, ends[op.id] - max(step_at, starts[op.id])) / elapsed if elapsed > 0 else 0.0
         for resource, part in ({op.lane: 1.0} | dict(demands[op.id])).items():
             busy[resource] += late * part * seconds[op.id]
-    for path in [share.machine.by_name[name] for name in plan.paths]:
-        if not path.duplex:
-            read, write = path_lanes(path.name)
-            busy[path.name] = both_seconds(busy[read], busy[write], HALF_DUPLEX)
+    shared = [path.name for path in share.machine.paths if not path.duplex]
+    busy |= {path: sum(busy[lane] for lane in path_lanes(path)) for path in shared}
     return max(step_at, *ends.values()) - step_at, dict(busy)
 
 

@@ -49,8 +49,9 @@ def lower_bound(step: SteadyStep, rates: RateCard) -> LowerBound:
     resources = dict(lanes)
     for path in step.rank.host_slots:
         read, write = path_lanes(path)
-        factors = pair_factors(rates.keeps, read, write)
-        resources[path] = both_seconds(resources.pop(read, 0.0), resources.pop(write, 0.0), factors)
+        resources[path] = both_seconds(
+            resources.pop(read, 0.0), resources.pop(write, 0.0), pair_factors(rates.keeps, read, write)
+        )
     resource = max(resources, key=lambda name: resources[name], default="device")
     norm = replace(work.norm, numel=sum(s.numel for s in step.rank.subgroups) if work.norm.numel else 0)
     return LowerBound(rates.seconds(norm) + resources.get(resource, 0.0), resource)

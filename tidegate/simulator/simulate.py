@@ -49,10 +49,9 @@ def _times(
     if not rates.keeps:
         return _times_without_interference(plan, seconds, step_at, gradient_ready)
     opens = {"step": step_at, "none": 0.0}
-    [times] = times_together(
+    return times_together(
         [plan], seconds, lambda op: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)), rates.keeps
-    )
-    return times
+    )[0]
 
 
 def _times_without_interference(

@@ -112,26 +112,23 @@ class _PathEstimate:
         """The estimated speeds of both directions. They agree with the estimated time for a byte that is read once and
         written once."""
         read, write, both = self._read.seconds_per_byte, self._write.seconds_per_byte, self._both.seconds_per_byte
-        factor, other_factor = self._initial.factors
-        if read / factor <= write / other_factor:
-            read, write = _agreeing(read, write, both, (factor, other_factor))
-        else:
-            write, read = _agreeing(write, read, both, (other_factor, factor))
+        read, write = _agreeing(read, write, both, self._initial.factors)
         return replace(self._initial, read_bytes_per_second=1 / read, write_bytes_per_second=1 / write)
 
 
-def _agreeing(shorter: float, longer: float, both: float, factors: PairFactors) -> tuple[float, float]:
-    """The times of two directions, changed so that `both_seconds` of them is `both`. `shorter` is done first if both
-    work at once.
+def _agreeing(read: float, write: float, both: float, factors: PairFactors) -> tuple[float, float]:
+    """The times of both directions, changed so that `both_seconds` of them is `both`.
 
     A direction changes by as much as it counts: in proportion to `both` where the times add up. Where the longer
     direction is not slowed down, it takes the whole time, and the shorter one changes only if it would take longer.
     """
     factor, other_factor = factors
+    if read / factor > write / other_factor:
+        return _agreeing(write, read, both, (other_factor, factor))[::-1]
     weight = min(1.0, (1 - other_factor) / factor)
-    scale = both / both_seconds(shorter, longer, factors)
-    shorter = min(shorter * scale**weight, max(factor, 1 - other_factor) * both)
-    return shorter, both - weight * shorter
+    scale = both / both_seconds(read, write, factors)
+    read = min(read * scale**weight, max(factor, 1 - other_factor) * both)
+    return read, both - weight * read
 
 
 def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float:
