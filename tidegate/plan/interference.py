@@ -71,7 +71,7 @@ def lane_speeds(
     resources are known.
     """
     names = {name for _, name in at_work}
-    speeds = {lane: relative_speed(lane[1], names, keeps) for lane in at_work}
+    speeds = {lane: relative_speed(lane[1], names, keeps) if lane[1] in keeps else 1.0 for lane in at_work}
     if demand is None:
         return speeds
     fair = fair_speeds(
