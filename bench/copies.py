@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from tidegate.plan import Placement, Plan, make_plan, place_subgroups
 from tidegate.plan.dependencies import with_dependencies
 from tidegate.plan.ops import D2H, H2D, LANES, Op, OpKind, Subgroup
-from tidegate.simulator.fair_share import shared_times
+from tidegate.simulator.event_loop import times_together
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
 
@@ -113,9 +113,9 @@ def _by_lane(plan: Plan, card: RateCard) -> dict[str, float]:
         def seconds(op: Op, slower: dict[int, float] = slower) -> float:
             return card.seconds(op) * (slower[op.subgroup] if op.kind is OpKind.CPU_UPDATE else 1.0)
 
-        ((_, ends),) = shared_times(
-            [apart], seconds, lambda op: {H2D: 1.0} if op.lane in (H2D, OWN) else {},
-            lambda op: STEP_AT if op.gate == "step" else 0.0,
+        ((_, ends),) = times_together(
+            [apart], seconds, lambda op: STEP_AT if op.gate == "step" else 0.0, {},
+            lambda op: {H2D: 1.0} if op.lane in (H2D, OWN) else {},
         )  # fmt: skip
         found[name] = round((max(ends.values()) - STEP_AT) / _update(plan, card, seconds), 4)
     return found

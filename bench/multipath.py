@@ -44,6 +44,7 @@ from storage.ours import Ours
 from storage.side import Model, Side
 from storage.throttled import BLKIO, ThrottledPath, unavailable
 
+from tidegate.plan.interference import DUPLEX
 from tidegate.plan.tier_split import PathSpeeds, balanced_split, makespan_seconds
 
 MB = 10**6
@@ -63,7 +64,7 @@ MIX = fio.Mix(block_bytes=BLOCK_BYTES, depth=2 * IO_THREADS, file_bytes=128 << 2
 def speeds_of(rates: dict[str, float]) -> dict[str, PathSpeeds]:
     """Read and write speed of each path. rates: bytes per second by fio, for reads and writes together; each direction
     has half of them."""
-    return {name: PathSpeeds(read_bytes_per_second=r / 2, write_bytes_per_second=r / 2, duplex=True)
+    return {name: PathSpeeds(read_bytes_per_second=r / 2, write_bytes_per_second=r / 2, factors=DUPLEX)
             for name, r in rates.items()}  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
 from tidegate.knobs.setting_checks import check_kind
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.tier_split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
@@ -325,7 +326,7 @@ class StoragePath:
         return PathSpeeds(
             read_bytes_per_second=size / read,
             write_bytes_per_second=size / write,
-            duplex=both < DUPLEX_SHARE * (read + write),
+            factors=DUPLEX if both < DUPLEX_SHARE * (read + write) else HALF_DUPLEX,
         )
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
 from tidegate.errors import PathFailed, PathFull
 from tidegate.kernels import aligned_buffer, fill
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.tier_split import PathSpeeds
 
 log = logging.getLogger("tidegate.tiers")
@@ -228,7 +229,7 @@ class ObjectPath:
         return PathSpeeds(
             read_bytes_per_second=size / read,
             write_bytes_per_second=size / write,
-            duplex=both < DUPLEX_SHARE * (read + write),
+            factors=DUPLEX if both < DUPLEX_SHARE * (read + write) else HALF_DUPLEX,
         )
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from tidegate.plan import make_plan, place_subgroups, steady_placements
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
-from tidegate.simulator.fair_share import shared_times
+from tidegate.simulator.event_loop import times_together
 from tidegate.simulator.steady_state import Rank, sampled, steady_steps
 
 DEEPSPEED_BYTES: Final = 28
@@ -100,7 +100,7 @@ def twinflow(s: Setting, ratio: float = 0.0, *, gradients_wait: bool = True) -> 
         return op.nbytes / s.copy if op.kind is OpKind.WEIGHT_H2D else _seconds(s, share)(op)
 
     waits = sum(op.nbytes for op in plan.of_kind(OpKind.GRAD_D2H)) / s.gradient if gradients_wait else 0.0
-    return s.iteration(waits, run(plan, seconds, share.demand, _LONG)[0])
+    return s.iteration(waits, run(plan, seconds, share, _LONG)[0])
 
 
 @cache
@@ -112,7 +112,7 @@ def deep_optimizer_states(s: Setting, stride: float | Off = 2, ratio: float = 0.
     plan = make_plan(
         subgroups, steady_placements(place_subgroups(len(subgroups), stride=stride, static_ratio=ratio)), num_slots=2
     )
-    return s.iteration(0.0, run(plan, _seconds(s, share), share.demand, _LONG)[0])
+    return s.iteration(0.0, run(plan, _seconds(s, share), share, _LONG)[0])
 
 
 class Stored(NamedTuple):
@@ -190,11 +190,12 @@ def _stored(s: Setting, knobs: EffectiveKnobs, *, read_bytes: int) -> Stored:
     for step in steps:
         plan = _with_read_bytes(step.plan(share.card), read_bytes)
         # Nothing is fetched before the step: both systems begin to fetch with the update.
-        [(starts, ends)] = shared_times(
+        [(starts, ends)] = times_together(
             [plan],
             _seconds(s, share),
-            share.demand,
             lambda op: _LONG if op.gate == "step" or op.kind is OpKind.FETCH else 0.0,
+            share.card.keeps,
+            share.demand,
         )
         update += (max(ends.values()) - _LONG) / len(steps)
         for op in plan.of_kind(OpKind.FETCH):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tidegate.plan import Op, OpKind, Subgroup, make_plan
+from tidegate.plan.interference import DUPLEX
 from tidegate.plan.path_times import PathOpTimes
 from tidegate.plan.plan import Placement
 from tidegate.plan.schedule import TypicalOpTimes
@@ -13,7 +14,7 @@ DISK = PathSpeeds(read_bytes_per_second=400.0, write_bytes_per_second=100.0)
 
 def test_both_ways_go_at_the_pace_of_whole_subgroups() -> None:
     fetch, flush = (Op(0, kind, 0, 800, 0, path="disk") for kind in (OpKind.FETCH, OpKind.FLUSH))
-    shared, duplex = PathOpTimes({"disk": DISK}), PathOpTimes({"disk": replace(DISK, duplex=True)})
+    shared, duplex = PathOpTimes({"disk": DISK}), PathOpTimes({"disk": replace(DISK, factors=DUPLEX)})
     assert shared.seconds(fetch) == shared.seconds(flush) == 10.0, "read and written in turns"
     assert duplex.seconds(fetch) == duplex.seconds(flush) == 8.0, "the slower way decides"
 
@@ -31,7 +32,7 @@ def test_updates_of_a_shared_disk_do_not_hold_up_those_of_a_faster_path() -> Non
     placements = [Placement("cpu", path, path, False, grad_in_slot=True) for path in paths]
     speeds = {
         "disk": PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9),
-        "net": PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9, duplex=True),
+        "net": PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9, factors=DUPLEX),
     }
     plan = make_plan(subgroups, placements, num_slots=2, host_slots={"disk": 3, "net": 3}, rates=PathOpTimes(speeds))
     updated = [paths[op.subgroup] for op in plan.of_kind(OpKind.CPU_UPDATE)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.errors import CapacityError, ConfigError
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX, PairFactors
 from tidegate.plan.tier_split import (
     PathSpeeds,
     assign_paths,
@@ -23,12 +24,13 @@ from tidegate.plan.tier_split import (
 )
 
 
-def rates(read: float, write: float, duplex: bool = False) -> PathSpeeds:
-    return PathSpeeds(read_bytes_per_second=read, write_bytes_per_second=write, duplex=duplex)
+def rates(read: float, write: float, factors: PairFactors = HALF_DUPLEX) -> PathSpeeds:
+    return PathSpeeds(read_bytes_per_second=read, write_bytes_per_second=write, factors=factors)
 
 
 NAMES = ("nvme", "pfs", "s3", "tape")
-SPEEDS = st.builds(rates, st.floats(0.1, 10), st.floats(0.1, 10), st.booleans())
+FACTORS = st.sampled_from([HALF_DUPLEX, DUPLEX, (0.6, 0.8), (0.4, 0.3)])
+SPEEDS = st.builds(rates, st.floats(0.1, 10), st.floats(0.1, 10), FACTORS)
 
 
 @st.composite
@@ -132,9 +134,9 @@ def test_where_reads_and_writes_differ_equation_1_loses() -> None:
 
 def test_duplex_halves_the_time_of_equal_ways() -> None:
     assert rates(2, 2).seconds_per_byte == 1.0
-    assert rates(2, 2, duplex=True).seconds_per_byte == 0.5
-    assert balanced_split(9, {"a": rates(2, 2, duplex=True), "b": rates(2, 2)}) == {"a": 6, "b": 3}
-    assert makespan_seconds({"a": 6, "b": 3}, {"a": rates(2, 2, True), "b": rates(2, 2)}, 10) == 30.0
+    assert rates(2, 2, DUPLEX).seconds_per_byte == 0.5
+    assert balanced_split(9, {"a": rates(2, 2, DUPLEX), "b": rates(2, 2)}) == {"a": 6, "b": 3}
+    assert makespan_seconds({"a": 6, "b": 3}, {"a": rates(2, 2, DUPLEX), "b": rates(2, 2)}, 10) == 30.0
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,10 @@ from tests.examples import examples
 from tidegate.capacity.machine import Machine, PlannedPath, Workload
 from tidegate.capacity.many_ranks import MEMORY, NodeShare
 from tidegate.plan import Plan, Subgroup, make_plan, place_subgroups, steady_placements
+from tidegate.plan.interference import Demand, fair_speeds
 from tidegate.plan.ops import CPU, DEVICE, Op, OpKind
 from tidegate.plan.plan import Placement
-from tidegate.simulator.fair_share import Demand, fair_speeds, shared_times
+from tidegate.simulator.event_loop import Times, times_together
 
 DEMANDS = st.dictionaries(
     st.integers(0, 7),
@@ -85,6 +87,11 @@ def whole_node(op: Op) -> tuple[float, Demand]:
     return op.nbytes / rate, {MEMORY: rate / 120e9, (op.lane if path.duplex else op.path): 1.0}
 
 
+def node_times(plans: list[Plan], gate: Callable[[Op], float]) -> list[tuple[Times, Times]]:
+    """Of ranks that take turns on the whole node: a path that is not duplex is one resource of all reads and writes."""
+    return times_together(plans, lambda op: whole_node(op)[0], gate, {}, lambda op: whole_node(op)[1])
+
+
 @pytest.mark.parametrize(("stride", "stored"), [(2.0, 0), (3.0, 8), (2.0, 12), (1.0, 5)])
 def test_one_rank_on_its_share_does_what_four_on_the_node_do(stride: float, stored: int) -> None:
     plan = rank_plan(12, stride, stored)
@@ -93,9 +100,8 @@ def test_one_rank_on_its_share_does_what_four_on_the_node_do(stride: float, stor
     def gate(op: Op) -> float:
         return 0.2 if op.gate == "step" else 0.0
 
-    [(starts, ends)] = shared_times([plan], share.card.seconds, share.demand, gate)
-    together = shared_times([plan] * RANKS, lambda op: whole_node(op)[0], lambda op: whole_node(op)[1], gate)
-    for its_starts, its_ends in together:
+    [(starts, ends)] = times_together([plan], share.card.seconds, gate, share.card.keeps, share.demand)
+    for its_starts, its_ends in node_times([plan] * RANKS, gate):
         assert its_starts == pytest.approx(starts)
         assert its_ends == pytest.approx(ends)
 
@@ -104,8 +110,7 @@ def test_a_rank_with_less_to_do_is_done_sooner_and_leaves_its_share() -> None:
     long, short = rank_plan(12, 2.0, 8), rank_plan(6, 2.0, 4)
 
     def end(plans: list[Plan]) -> list[float]:
-        found = shared_times(plans, lambda op: whole_node(op)[0], lambda op: whole_node(op)[1], lambda _: 0.0)
-        return [max(ends.values()) for _, ends in found]
+        return [max(ends.values()) for _, ends in node_times(plans, lambda _: 0.0)]
 
     both, uneven = end([long, long]), end([long, short])
     assert uneven[1] < uneven[0] < both[0]
@@ -118,7 +123,7 @@ def test_order_lanes_and_dependencies_hold_and_equal_runs_are_equal(
 ) -> None:
     plan = rank_plan(count, stride, data.draw(st.integers(0, count)))
     share = NodeShare(NODE, Workload())
-    runs = [shared_times([plan], share.card.seconds, share.demand, lambda _: 0.0) for _ in range(2)]
+    runs = [times_together([plan], share.card.seconds, lambda _: 0.0, share.card.keeps, share.demand) for _ in range(2)]
     assert runs[0] == runs[1]
     [(starts, ends)] = runs[0]
     for op in plan.ops:

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tidegate.errors import ConfigError, PlanError
 from tidegate.plan import Op, OpKind, Plan, Subgroup, make_plan
+from tidegate.plan.interference import (
+    DUPLEX,
+    HALF_DUPLEX,
+    InterferenceFactors,
+    both_seconds,
+    lane_speeds,
+    relative_speed,
+)
 from tidegate.plan.plan import Placement
-from tidegate.simulator.interference import contended_times, relative_speed
-from tidegate.simulator.lower_bound import both_seconds
+from tidegate.simulator.event_loop import Times, times_together
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import Rates
@@ -26,16 +33,23 @@ FETCH, FLUSH = Op(0, OpKind.FETCH, 0, 0, 0, path="disk"), Op(1, OpKind.FLUSH, 1,
 TWO = Plan("interleaved", (), (), 0, (FETCH, FLUSH), paths=("disk",))
 
 
+def contended_times(
+    seconds: dict[int, float], keeps: InterferenceFactors, gates: dict[int, float], plan: Plan = TWO
+) -> tuple[Times, Times]:
+    [times] = times_together([plan], lambda op: seconds[op.id], lambda op: gates.get(op.id, 0.0), keeps)
+    return times
+
+
 def test_a_shared_disk_gives_each_half_until_one_is_done() -> None:
     """4 s and 10 s of work alone: both at half speed until 8, then the flush has the disk: 6 s are left of it."""
     keeps = {"disk:read": {"disk:write": 0.5}, "disk:write": {"disk:read": 0.5}}
-    assert contended_times(TWO, {0: 4.0, 1: 10.0}, keeps, {}) == ({0: 0.0, 1: 0.0}, {0: 8.0, 1: 14.0})
+    assert contended_times({0: 4.0, 1: 10.0}, keeps, {}) == ({0: 0.0, 1: 0.0}, {0: 8.0, 1: 14.0})
 
 
 def test_one_may_suffer_more_than_the_other_and_a_gate_opens_in_between() -> None:
     """The flush runs alone until the fetch may start at 2, then at a quarter of its speed."""
     keeps = {"disk:write": {"disk:read": 0.25}}
-    starts, ends = contended_times(TWO, {0: 4.0, 1: 10.0}, keeps, {0: 2.0})
+    starts, ends = contended_times({0: 4.0, 1: 10.0}, keeps, {0: 2.0})
     assert (starts, ends) == ({0: 2.0, 1: 0.0}, {0: 6.0, 1: 13.0})
 
 
@@ -64,8 +78,25 @@ def test_lanes_that_take_turns_on_one_disk_get_equal_parts() -> None:
     ],
 )
 def test_the_least_time_for_two_lanes(one: float, other: float, shares: tuple[float, float], seconds: float) -> None:
-    keeps = {"a": {"b": shares[0]}, "b": {"a": shares[1]}}
-    assert both_seconds(one, other, "a", "b", keeps) == pytest.approx(seconds)
+    assert both_seconds(one, other, shares) == pytest.approx(seconds)
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0.05, 1), st.floats(0.05, 1))
+def test_the_least_time_is_that_of_the_simulation_or_of_turns(one: float, other: float, f: float, g: float) -> None:
+    _, ends = contended_times({0: one, 1: other}, {"disk:read": {"disk:write": f}, "disk:write": {"disk:read": g}}, {})
+    expected = min(max(ends.values()), one + other)
+    assert both_seconds(one, other, (f, g)) == pytest.approx(expected)
+    assert both_seconds(one, other, HALF_DUPLEX) == one + other
+    assert both_seconds(one, other, DUPLEX) == max(one, other)
+
+
+def test_lanes_of_a_card_get_fair_shares_of_what_their_factors_leave_them() -> None:
+    """Both halve each other, so both at half speed ask for 0.75 of the memory each, where 0.5 is there."""
+    keeps = {"disk:read": {"disk:write": 0.5}, "disk:write": {"disk:read": 0.5}}
+    at_work = {(0, "disk:read"): FETCH, (0, "disk:write"): FLUSH}
+    assert lane_speeds(at_work, keeps) == dict.fromkeys(at_work, 0.5)
+    assert lane_speeds(at_work, keeps, lambda _: {"memory": 0.9}) == pytest.approx(dict.fromkeys(at_work, 0.5))
+    assert lane_speeds(at_work, keeps, lambda _: {"memory": 1.5}) == pytest.approx(dict.fromkeys(at_work, 1 / 3))
 
 
 def tiered_plan(count: int, slots: int) -> Plan:
@@ -110,7 +141,7 @@ def test_contention_changes_times_and_nothing_else(
 def test_a_deadlock_is_told() -> None:
     circle = replace(TWO, ops=(replace(FETCH, deps=(1,)), replace(FLUSH, deps=(0,))))
     with pytest.raises(PlanError, match="still waits"):
-        contended_times(circle, {0: 1.0, 1: 1.0}, {"disk:read": {"disk:write": 0.5}}, {})
+        contended_times({0: 1.0, 1: 1.0}, {"disk:read": {"disk:write": 0.5}}, {}, circle)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])

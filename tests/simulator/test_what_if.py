@@ -14,6 +14,7 @@ from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import EQ1, Off
 from tidegate.plan import Subgroup, make_plan, place_subgroups, steady_placements, verify
 from tidegate.plan.effective_knobs import EffectiveKnobs, Split
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.simulator.lower_bound import lower_bound
@@ -30,7 +31,7 @@ H100 = RateCard(
 )
 """One GPU of the paper's H100 node (DOS section 5.1 and Table 1)."""
 NVME = PathSpeeds(read_bytes_per_second=6.9e9, write_bytes_per_second=5.3e9)
-PFS = PathSpeeds(read_bytes_per_second=3.6e9, write_bytes_per_second=3.6e9, duplex=True)
+PFS = PathSpeeds(read_bytes_per_second=3.6e9, write_bytes_per_second=3.6e9, factors=DUPLEX)
 STORED = H100.with_paths({"nvme": NVME, "pfs": PFS})
 SLOTS = {"nvme": 3, "pfs": 3}
 
@@ -128,11 +129,11 @@ def test_one_path_alone_takes_what_it_takes_to_read_and_write_everything() -> No
 
 def test_reads_and_writes_of_a_duplex_path_overlap() -> None:
     rates = replace(H100, cpu_params_per_second=1e15, h2d_bytes_per_second=1e15, d2h_bytes_per_second=1e15)
-    speeds = PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9, duplex=True)
+    speeds = PathSpeeds(read_bytes_per_second=4e9, write_bytes_per_second=4e9, factors=DUPLEX)
     rank = Rank(subgroups(40), 2, {"pfs": 3})
     both = what_if(rank, EffectiveKnobs("off", 0.0), rates.with_paths({"pfs": speeds})).update_seconds
     one = what_if(
-        rank, EffectiveKnobs("off", 0.0), rates.with_paths({"pfs": replace(speeds, duplex=False)})
+        rank, EffectiveKnobs("off", 0.0), rates.with_paths({"pfs": replace(speeds, factors=HALF_DUPLEX)})
     ).update_seconds
     assert both == pytest.approx(40 * 1e9 / 4e9, rel=0.05)
     assert one == pytest.approx(77 * 1e9 / 4e9, rel=0.05)

@@ -6,8 +6,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tidegate.errors import CapacityError
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX, PairFactors
 from tidegate.plan.tier_split import PathSpeeds, SubgroupCounts, balanced_split, makespan_seconds, rebalanced
 from tidegate.speeds.path_speed_estimator import PathSpeedEstimator, PathStepTotals, PathTraffic
 
@@ -15,11 +18,11 @@ SUBGROUP_BYTES = 1_000_000_000
 COUNT = 70
 
 
-def rates(read: float, write: float, duplex: bool = False) -> PathSpeeds:
-    return PathSpeeds(read_bytes_per_second=read * 1e9, write_bytes_per_second=write * 1e9, duplex=duplex)
+def rates(read: float, write: float, factors: PairFactors = HALF_DUPLEX) -> PathSpeeds:
+    return PathSpeeds(read_bytes_per_second=read * 1e9, write_bytes_per_second=write * 1e9, factors=factors)
 
 
-PATHS = {"nvme": rates(6.0, 3.0), "pfs": rates(3.0, 3.0, duplex=True), "s3": rates(1.0, 0.5)}
+PATHS = {"nvme": rates(6.0, 3.0), "pfs": rates(3.0, 3.0, DUPLEX), "s3": rates(1.0, 0.5)}
 
 
 def traffic(
@@ -31,7 +34,7 @@ def traffic(
         rate, nbytes = truth[name], n * SUBGROUP_BYTES
         read = nbytes / rate.read_bytes_per_second / noise()
         write = nbytes / rate.write_bytes_per_second / noise()
-        both = min(read, write) if rate.duplex else 0.0
+        both = min(read, write) if rate.factors == DUPLEX else 0.0
         found[name] = PathTraffic(
             read_bytes=nbytes, read_seconds=read, shared_read_seconds=both,
             write_bytes=nbytes, write_seconds=write, shared_write_seconds=both,
@@ -61,7 +64,7 @@ def slowed(name: str, factor: float) -> dict[str, PathSpeeds]:
         name: PathSpeeds(
             read_bytes_per_second=rate.read_bytes_per_second / factor,
             write_bytes_per_second=rate.write_bytes_per_second / factor,
-            duplex=rate.duplex,
+            factors=rate.factors,
         )
     }
 
@@ -158,7 +161,7 @@ def test_time_shared_by_reads_and_writes_is_counted_once() -> None:
             write_bytes=10**9, write_seconds=2, shared_write_seconds=2,
         )
     }  # fmt: skip
-    shared, duplex = PathSpeedEstimator({"a": rates(1, 1)}), PathSpeedEstimator({"a": rates(0.5, 0.5, duplex=True)})
+    shared, duplex = PathSpeedEstimator({"a": rates(1, 1)}), PathSpeedEstimator({"a": rates(0.5, 0.5, DUPLEX)})
     for estimator in (shared, duplex):
         for _ in range(3):
             estimator.observe(step)
@@ -230,8 +233,8 @@ def held_up(counts: SubgroupCounts, truth: dict[str, PathSpeeds], first: str, al
 @pytest.mark.parametrize("slow", ["disk", "memory", "archive"])
 def test_a_path_that_holds_all_up_shows_its_cost_whichever_way_it_waits_and_the_others_show_nothing(slow: str) -> None:
     """Two steps tell; those that are served at once meanwhile are not taken for faster than they are."""
-    known = {"disk": rates(4, 4, True), "memory": rates(2, 2, True), "archive": rates(1, 1, True)}
-    truth = known | {slow: rates(0.25 * known[slow].read_bytes_per_second / 1e9, 9.0, True)}
+    known = {"disk": rates(4, 4, DUPLEX), "memory": rates(2, 2, DUPLEX), "archive": rates(1, 1, DUPLEX)}
+    truth = known | {slow: rates(0.25 * known[slow].read_bytes_per_second / 1e9, 9.0, DUPLEX)}
     estimator, counts = PathSpeedEstimator(known), balanced_split(COUNT, known)
     for step in range(10):
         estimator.observe(held_up(counts, truth, slow, step))
@@ -254,7 +257,7 @@ def gigabyte(each_way: float, busy: float, step: float) -> PathTraffic:
 
 def test_what_rests_between_its_ops_keeps_what_it_showed_when_it_had_no_rest() -> None:
     """As fast as known it may be, in between of the ways apart and all the time together: nothing new is learnt."""
-    known = {"a": rates(1, 1, True)}
+    known = {"a": rates(1, 1, DUPLEX)}
     estimator = PathSpeedEstimator(known)
     seen = gigabyte(each_way=0.7, busy=1.2, step=3.0)
     for _ in range(50):
@@ -263,7 +266,7 @@ def test_what_rests_between_its_ops_keeps_what_it_showed_when_it_had_no_rest() -
 
 
 def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together() -> None:
-    estimator = PathSpeedEstimator({"a": rates(1, 1, True)})
+    estimator = PathSpeedEstimator({"a": rates(1, 1, DUPLEX)})
     moving = PathTraffic(
         read_bytes=10**9, read_seconds=1.0, write_bytes=10**8, write_seconds=0.1,
         whole=PathStepTotals(read_bytes=10**9, write_bytes=10**8, busy_seconds=9.0, step_seconds=9.0),
@@ -275,7 +278,7 @@ def test_while_subgroups_move_unequal_amounts_do_not_tell_of_both_ways_together(
 
 def test_a_path_that_rests_because_little_is_given_to_it_is_found_faster_too_but_later() -> None:
     """As with weights that leave it little: what it really does is shown and simulated, so it must not stay unknown."""
-    estimator = PathSpeedEstimator({"a": rates(1, 1, True)})
+    estimator = PathSpeedEstimator({"a": rates(1, 1, DUPLEX)})
     seen = gigabyte(each_way=0.25, busy=0.25, step=10.0)
 
     def cost() -> float:
@@ -284,3 +287,38 @@ def test_a_path_that_rests_because_little_is_given_to_it_is_found_faster_too_but
 
     assert [cost() for _ in range(15)] == [pytest.approx(1.0)] * 15
     assert [cost() for _ in range(2)] == [pytest.approx(0.5), pytest.approx(0.25)]
+
+
+SECONDS = st.floats(0.01, 100.0)
+FACTORS = st.floats(0.05, 1.0)
+
+
+@given(SECONDS, SECONDS, SECONDS, st.tuples(FACTORS, FACTORS))
+def test_speeds_of_both_ways_agree_with_the_time_of_both_whatever_the_factors(
+    read: float, write: float, both: float, factors: PairFactors
+) -> None:
+    def found(factors: PairFactors) -> tuple[float, float]:
+        """The seconds of a gigabyte each way, if the filters have these estimates."""
+        estimator = PathSpeedEstimator({"a": rates(1 / read, 1 / write, factors)})
+        estimator._paths["a"]._both.seconds_per_byte = both / 1e9
+        speeds = estimator.rates["a"]
+        assert speeds.seconds_per_byte == pytest.approx(both / 1e9)
+        return 1e9 / speeds.read_bytes_per_second, 1e9 / speeds.write_bytes_per_second
+
+    found(factors)
+    share = both / (read + write)
+    assert found(HALF_DUPLEX) == pytest.approx((read * share, write * share))
+    one = (both, min(write, both)) if read >= write else (min(read, both), both)
+    assert found(DUPLEX) == pytest.approx(one)
+
+
+@given(st.integers(1, 2**40), st.integers(1, 2**40), SECONDS, st.floats(0.5, 1.0))
+def test_bytes_that_count_are_the_mean_of_both_ways_on_a_shared_path_and_the_larger_on_a_duplex_one(
+    read: int, write: int, busy: float, factor: float
+) -> None:
+    whole = PathStepTotals(read_bytes=read, write_bytes=write, busy_seconds=busy, step_seconds=busy)
+    between = whole.seconds_per_byte((factor, factor))
+    assert whole.seconds_per_byte(HALF_DUPLEX) == busy / ((read + write) / 2)
+    assert whole.seconds_per_byte(DUPLEX) == busy / max(read, write)
+    assert whole.seconds_per_byte(DUPLEX) <= between * (1 + 1e-12)
+    assert between <= whole.seconds_per_byte(HALF_DUPLEX) * (1 + 1e-12)

@@ -17,6 +17,7 @@ from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import Off, device_share
 from tidegate.plan import Subgroup
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.simulator.predictor import Predictor
 from tidegate.simulator.steady_state import Rank
@@ -76,7 +77,12 @@ cards = st.builds(
     norm_params_per_second=speeds,
     overhead_seconds=st.sampled_from([None, 0.0, 1e-4]),
 )
-paths = st.builds(PathSpeeds, read_bytes_per_second=speeds, write_bytes_per_second=speeds, duplex=st.booleans())
+paths = st.builds(
+    PathSpeeds,
+    read_bytes_per_second=speeds,
+    write_bytes_per_second=speeds,
+    factors=st.sampled_from([HALF_DUPLEX, DUPLEX, (0.6, 0.8), (0.4, 0.3)]),
+)
 
 
 @settings(max_examples=examples(50))

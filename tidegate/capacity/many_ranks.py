@@ -2,7 +2,7 @@
 
 Ranks of a job hold equal shares of the state and make equal plans. Under fair sharing they do the same at the same
 time, so that it is enough to simulate one rank with its share of the node: 512 ranks take no longer to simulate than
-one. (`fair_share` can simulate several ranks at once; a test compares both.) Ranks are assumed to work in the same
+one. (`times_together` can simulate several ranks at once; a test compares both.) Ranks are assumed to work in the same
 rhythm. Exclusive access to a path lets them take turns instead; this is not simulated. It changes the times of single
 ranks but not the total throughput, because while one rank waits, another rank uses the path.
 """
@@ -17,11 +17,12 @@ from typing import Final
 
 from tidegate.capacity.machine import Machine, Workload
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.plan.ops import CPU, DEVICE, LANES, Op, OpKind
+from tidegate.plan.interference import DUPLEX, HALF_DUPLEX, Demand
+from tidegate.plan.ops import D2H, DEVICE, H2D, LANES, Op, OpKind, path_lanes
 from tidegate.plan.plan import Plan
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.rules.rule import find
-from tidegate.simulator.fair_share import Demand, shared_times
+from tidegate.simulator.event_loop import times_together
 from tidegate.simulator.steady_state import Rank, SteadyStep, sampled, steady_steps
 from tidegate.speeds.rate_card import RateCard
 
@@ -74,7 +75,7 @@ class NodeShare:
             speeds[path.name] = PathSpeeds(
                 read_bytes_per_second=path.read_bytes_per_second / ranks,
                 write_bytes_per_second=path.write_bytes_per_second / ranks,
-                duplex=path.duplex,
+                factors=DUPLEX if path.duplex else HALF_DUPLEX,
             )
         return RateCard(
             h2d_bytes_per_second=machine.h2d_bytes_per_second,
@@ -94,9 +95,7 @@ class NodeShare:
         on_cpu = self.cpu_bytes or self.touched_bytes
         moved = op.numel * on_cpu if op.kind is OpKind.CPU_UPDATE else op.nbytes
         memory = {MEMORY: moved / seconds / self.memory_bytes_per_second}
-        if op.path is None:
-            return {**memory, CPU: 1.0} if op.lane == CPU else memory
-        return {**memory, (op.lane if self.machine.by_name[op.path].duplex else op.path): 1.0}
+        return memory if op.lane in (H2D, D2H) else {**memory, op.lane: 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def predict_update(
     seconds, busy = 0.0, defaultdict[str, float](float)
     for step in steps:
         backward = backward_seconds / scale
-        elapsed, used = run(step.plan(share.card, backward), share.card.seconds, share.demand, backward)
+        elapsed, used = run(step.plan(share.card, backward), share.card.seconds, share, backward)
         seconds += elapsed * scale / len(steps)
         for resource, work in used.items():
             busy[resource] += work * scale / len(steps)
@@ -148,21 +147,22 @@ def predict_update(
 
 
 def run(
-    plan: Plan, seconds_of: Callable[[Op], float], demand_of: Callable[[Op], Demand], step_at: float
+    plan: Plan, seconds_of: Callable[[Op], float], share: NodeShare, step_at: float
 ) -> tuple[float, dict[str, float]]:
     """Simulates `plan`. Returns the seconds of the update (from the call of `step()` until all ops are done), and the
     seconds of work of each resource within this time.
 
-    seconds_of: gives the run time of an op at full speed. demand_of: gives its share of each resource at full speed.
-    step_at: the time of the call of `step()`, in seconds after the start of the plan.
+    seconds_of: gives the run time of an op at full speed. step_at: the time of the call of `step()`, in seconds after
+    the start of the plan.
     """
     seconds = {op.id: seconds_of(op) for op in plan.ops}
-    demands = {op.id: demand_of(op) for op in plan.ops}
-    [(starts, ends)] = shared_times(
+    demands = {op.id: share.demand(op) for op in plan.ops}
+    [(starts, ends)] = times_together(
         [plan],
         lambda op: seconds[op.id],
-        lambda op: demands[op.id],
         lambda op: step_at if op.gate == "step" else 0.0,
+        share.card.keeps,
+        lambda op: demands[op.id],
     )
     busy = defaultdict[str, float](float, dict.fromkeys(LANES, 0.0))
     for op in plan.ops:
@@ -170,6 +170,8 @@ def run(
         late = max(0.0, ends[op.id] - max(step_at, starts[op.id])) / elapsed if elapsed > 0 else 0.0
         for resource, part in ({op.lane: 1.0} | dict(demands[op.id])).items():
             busy[resource] += late * part * seconds[op.id]
+    shared = [path.name for path in share.machine.paths if not path.duplex]
+    busy |= {path: sum(busy[lane] for lane in path_lanes(path)) for path in shared}
     return max(step_at, *ends.values()) - step_at, dict(busy)
 
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Final
 
 from tidegate.errors import CapacityError, ConfigError
+from tidegate.plan.interference import HALF_DUPLEX, PairFactors, both_seconds
 
 SubgroupCounts = dict[str, int]
 """The number of subgroups of each path, by name of the path."""
@@ -27,13 +28,13 @@ _REMEDY: Final = "Free space on a path, add one, or raise host_cache."
 class PathSpeeds:
     """The speeds of one path, in bytes per second, each measured while the other direction is idle.
 
-    duplex: reads and writes run at full speed at the same time. Otherwise they share the path's bandwidth: the
-    times of both add up.
+    factors: the interference factors of reads and writes. By default both share the path's bandwidth: their times add
+    up.
     """
 
     read_bytes_per_second: float
     write_bytes_per_second: float
-    duplex: bool = False
+    factors: PairFactors = HALF_DUPLEX
 
     def __post_init__(self) -> None:
         for name in ("read_bytes_per_second", "write_bytes_per_second"):
@@ -43,10 +44,9 @@ class PathSpeeds:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds of the path for each byte that is read once and written once: the maximum of both directions if the
-        path is duplex, else their sum."""
-        read, write = 1 / self.read_bytes_per_second, 1 / self.write_bytes_per_second
-        return max(read, write) if self.duplex else read + write
+        """Seconds of the path for each byte that is read once and written once, from the sum of both directions down to
+        their maximum, by the interference factors."""
+        return both_seconds(1 / self.read_bytes_per_second, 1 / self.write_bytes_per_second, self.factors)
 
 
 def makespan_seconds(counts: Mapping[str, int], rates: Mapping[str, PathSpeeds], subgroup_bytes: int) -> float:

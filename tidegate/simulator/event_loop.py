@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.errors import PlanError
+from tidegate.plan.interference import Demand, InterferenceFactors, Lane, lane_speeds
 from tidegate.plan.ops import Op
 from tidegate.plan.plan import Plan
 
 Times = dict[int, float]
 """Start times, or end times, of ops in seconds, by op id."""
-Lane = tuple[int, str]
-"""A lane: index of its plan (the rank), and name."""
-Speeds = Callable[[Mapping[Lane, Op]], Mapping[Lane, float]]
-"""Gives the speed of each lane that is at work, above 0 and up to 1; 1 is the speed of the lane alone."""
 
 
 @dataclass
@@ -26,7 +23,8 @@ class _Lanes:
     plans: Sequence[Plan]
     seconds: Callable[[Op], float]
     gate: Callable[[Op], float]
-    speeds: Speeds
+    keeps: InterferenceFactors
+    demand: Callable[[Op], Demand] | None
     waiting: dict[Lane, list[Op]] = field(init=False)
     at_work: dict[Lane, Op] = field(default_factory=dict)
     left: dict[Lane, float] = field(default_factory=dict)
@@ -63,7 +61,7 @@ class _Lanes:
 
     def advance(self, opens: float) -> None:
         """Advances the clock to the next end of an op, or to the time `opens` (the next gate) if that is sooner."""
-        speeds = self.speeds(self.at_work)
+        speeds = lane_speeds(self.at_work, self.keeps, self.demand)
         remaining = {lane: left / speeds[lane] for lane, left in self.left.items()}
         first = min(remaining, key=remaining.__getitem__, default=None)
         if first is None or self.now + remaining[first] > opens:
@@ -79,14 +77,18 @@ class _Lanes:
 
 
 def times_together(
-    plans: Sequence[Plan], seconds: Callable[[Op], float], gate: Callable[[Op], float], speeds: Speeds
+    plans: Sequence[Plan],
+    seconds: Callable[[Op], float],
+    gate: Callable[[Op], float],
+    keeps: InterferenceFactors,
+    demand: Callable[[Op], Demand] | None = None,
 ) -> list[tuple[Times, Times]]:
     """Start and end times of all ops, for each rank's plan. Equal inputs give equal times.
 
-    seconds: gives the run time of an op at full speed. gate: gives the earliest start of an op. PlanError when a plan
-    deadlocks.
+    seconds: gives the run time of an op at full speed. gate: gives the earliest start of an op. keeps, demand: see
+    `lane_speeds`. PlanError when a plan deadlocks.
     """
-    lanes = _Lanes(plans, seconds, gate, speeds)
+    lanes = _Lanes(plans, seconds, gate, keeps, demand)
     left = sum(len(plan.ops) for plan in plans)
     while sum(map(len, lanes.ends)) < left:
         opens = lanes.start()

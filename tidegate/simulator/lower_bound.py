@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from tidegate.plan.interference import both_seconds, pair_factors
 from tidegate.plan.ops import Content, Op, OpKind, Subgroup, path_lanes
 from tidegate.plan.tasks import Work
-from tidegate.simulator.interference import InterferenceFactors
 from tidegate.simulator.steady_state import SteadyStep, ops_of
 from tidegate.speeds.rate_card import RateCard
 
@@ -49,7 +49,9 @@ def lower_bound(step: SteadyStep, rates: RateCard) -> LowerBound:
     resources = dict(lanes)
     for path in step.rank.host_slots:
         read, write = path_lanes(path)
-        resources[path] = both_seconds(resources.pop(read, 0.0), resources.pop(write, 0.0), read, write, rates.keeps)
+        resources[path] = both_seconds(
+            resources.pop(read, 0.0), resources.pop(write, 0.0), pair_factors(rates.keeps, read, write)
+        )
     resource = max(resources, key=lambda name: resources[name], default="device")
     norm = replace(work.norm, numel=sum(s.numel for s in step.rank.subgroups) if work.norm.numel else 0)
     return LowerBound(rates.seconds(norm) + resources.get(resource, 0.0), resource)
@@ -68,25 +70,6 @@ def _kinds(step: SteadyStep) -> tuple[SteadyStep, Sequence[int]]:
     counts = Counter(zip(sizes, step.placements, strict=True))
     rank = replace(step.rank, subgroups=[Subgroup(i, *size) for i, (size, _) in enumerate(counts)])
     return SteadyStep(rank, tuple(placement for _, placement in counts), step.order), [*counts.values()]
-
-
-def both_seconds(seconds: float, other_seconds: float, lane: str, other: str, keeps: InterferenceFactors) -> float:
-    """The shortest time in seconds for the work of two lanes that slow each other down.
-
-    seconds, other_seconds: time that `lane` and `other` need for their work alone. keeps: interference factors;
-    `keeps[lane][other]` is the speed of `lane` while `other` works, divided by its speed alone.
-    """
-    factor, other_factor = _factor(keeps, lane, other), _factor(keeps, other, lane)
-    if factor + other_factor <= 1:
-        return seconds + other_seconds
-    if seconds / factor > other_seconds / other_factor:
-        seconds, other_seconds, factor, other_factor = other_seconds, seconds, other_factor, factor
-    # Both lanes until the shorter work is done, then the rest of the longer work alone.
-    return seconds / factor + max(0.0, other_seconds - other_factor * seconds / factor)
-
-
-def _factor(keeps: InterferenceFactors, lane: str, other: str) -> float:
-    return keeps.get(lane, {}).get(other, 1.0)
 
 
 def _after_norm(work: Work) -> list[Op]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -54,14 +54,7 @@ class Predictor:
             gradient_order=None if rank.gradient_order is None else _id_runs(tuple(rank.gradient_order)),
             step_at=rank.step_at,
             backward_seconds=self.backward_seconds,
-            path_speeds={
-                path: PathSpeed(
-                    read_bytes_per_second=speeds.read_bytes_per_second,
-                    write_bytes_per_second=speeds.write_bytes_per_second,
-                    duplex=speeds.duplex,
-                )
-                for path, speeds in (rank.path_speeds or {}).items()
-            },
+            path_speeds={path: PathSpeed(**asdict(speeds)) for path, speeds in (rank.path_speeds or {}).items()},
             capacity=dict(rank.capacity),
             gradient_budget_bytes=None if budget is None else max(0, budget.device_bytes),
             most_gradient_bytes=0 if budget is None else budget.most_bytes,
@@ -70,14 +63,7 @@ class Predictor:
 
 def predictor_of(hello: AgentHello, evidence: ModelEvidence, rates: RateCard) -> Predictor:
     """The predictor of a rank, from its messages."""
-    speeds = {
-        path: PathSpeeds(
-            read_bytes_per_second=sent.read_bytes_per_second,
-            write_bytes_per_second=sent.write_bytes_per_second,
-            duplex=sent.duplex,
-        )
-        for path, sent in evidence.path_speeds.items()
-    }
+    speeds = {path: PathSpeeds(**sent.model_dump()) for path, sent in evidence.path_speeds.items()}
     budget = evidence.gradient_budget_bytes
     rank = Rank(
         subgroups=subgroups_of(hello.subgroups if evidence.subgroups is None else evidence.subgroups),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from tidegate.errors import PlanError
-from tidegate.plan.ops import GATE_OF, Op
+from tidegate.plan.ops import Op
 from tidegate.plan.plan import Plan
-from tidegate.simulator.event_loop import Times
-from tidegate.simulator.interference import contended_times
+from tidegate.simulator.event_loop import Times, times_together
 from tidegate.speeds.rate_card import RateCard
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
 
@@ -47,46 +45,10 @@ def _times(
     seconds: Callable[[Op], float],
 ) -> tuple[Times, Times]:
     """Start and end times of all ops."""
-    if not rates.keeps:
-        return _times_without_interference(plan, seconds, step_at, gradient_ready)
     opens = {"step": step_at, "none": 0.0}
-    gates = {op.id: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)) for op in plan.ops}
-    return contended_times(plan, {op.id: seconds(op) for op in plan.ops}, rates.keeps, gates)
-
-
-def _times_without_interference(
-    plan: Plan, seconds: Callable[[Op], float], step_at: float, gradient_ready: Mapping[int, float]
-) -> tuple[Times, Times]:
-    """Start and end times of all ops if lanes do not slow each other down.
-
-    Without interference, an op starts when the last of the ops for which it waits has ended, so no event loop is
-    needed. In plans of the planner each op comes after the ops for which it waits, and one pass over the list is
-    enough. In other lists, an op that waits for a later op is computed in the next pass. PlanError when the plan
-    deadlocks.
-    """
-    starts: Times = {}
-    ends: Times = {}
-    lane_ends: dict[str, float] = {}
-    left: Sequence[Op] = plan.ops
-    while left:
-        blocked: dict[str, list[Op]] = {}
-        for op in left:
-            lane, gate = op.lane, GATE_OF.get(op.kind)
-            if lane in blocked or any(dep not in ends for dep in op.deps):
-                blocked.setdefault(lane, []).append(op)
-                continue
-            start = 0.0 if gate is None else step_at if gate == "step" else gradient_ready.get(op.subgroup, 0.0)
-            start = max([start, lane_ends.get(lane, start), *[ends[dep] for dep in op.deps]])
-            starts[op.id] = start
-            ends[op.id] = lane_ends[lane] = start + seconds(op)
-        waiting = [op for ops in blocked.values() for op in ops]
-        if len(waiting) == len(left):
-            raise PlanError(
-                f"Nothing can run and op {waiting[0].id} ({waiting[0].name}) still waits: the plan deadlocks.",
-                "deadlock",
-            )
-        left = waiting
-    return starts, ends
+    return times_together(
+        [plan], seconds, lambda op: opens.get(op.gate, gradient_ready.get(op.subgroup, 0.0)), rates.keeps
+    )[0]
 
 
 def _timeline(plan: Plan, step: int, step_at: float, starts: dict[int, float], ends: dict[int, float]) -> Timeline:

@@ -10,6 +10,7 @@ from typing import Final
 
 from tidegate.errors import ConfigError
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.interference import pair_factors
 from tidegate.plan.ops import Norms, Op, Processor, Residence, Subgroup, path_lanes
 from tidegate.plan.path_times import PathOpTimes, rounded_step_delay
 from tidegate.plan.plan import Placement, Plan
@@ -33,9 +34,6 @@ MAX_SIMULATED_SUBGROUPS: Final = 400
 MAX_SIMULATED_TIERED: Final = 96
 """Largest number of subgroups in a simulation with storage paths. Such a simulation takes longer: a subgroup has about
 twice as many ops, and lanes slow each other down."""
-_DUPLEX: Final = 0.9
-"""Smallest interference factor of a duplex path: its reads keep at least this share of their speed while it also
-writes."""
 
 
 @dataclass(frozen=True)
@@ -235,10 +233,9 @@ def speeds_of(rates: RateCard, paths: Mapping[str, object]) -> dict[str, PathSpe
                 f"The rate card lacks the speed of path {path}: it was not measured yet. Run `tidegate calibrate`, or "
                 "wait until a step has used the path."
             )
-        read, write = path_lanes(path)
         speeds[path] = PathSpeeds(
             read_bytes_per_second=known.read_bytes_per_second,
             write_bytes_per_second=known.write_bytes_per_second,
-            duplex=rates.keeps.get(read, {}).get(write, 1.0) >= _DUPLEX,
+            factors=pair_factors(rates.keeps, *path_lanes(path)),
         )
     return speeds

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.interference import relative_speed
 from tidegate.plan.ops import OpKind, Processor
 from tidegate.plan.plan import Plan
-from tidegate.simulator.interference import relative_speed
 from tidegate.simulator.lower_bound import LowerBound, lower_bound
 from tidegate.simulator.simulate import simulate, update_seconds
 from tidegate.simulator.steady_state import Rank, SteadyStep, sampled, steady_steps

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from tidegate.plan.interference import PairFactors, both_seconds
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.speed_filter import SpeedFilter
 
@@ -41,14 +42,15 @@ class PathStepTotals:
         """Whether the path was busy nearly all the time, so that its throughput is its speed."""
         return self.busy_seconds >= SATURATED_SHARE * self.step_seconds
 
-    def seconds_per_byte(self, duplex: bool) -> float:
+    def seconds_per_byte(self, factors: PairFactors) -> float:
         """Busy seconds for each byte that was read once and written once; comparable with
         `PathSpeeds.seconds_per_byte`.
 
-        If the numbers of bytes read and written differ, the larger number counts for a duplex path, else their mean.
+        factors: the interference factors of reads and writes. If the numbers of bytes read and written differ, their
+        mean counts where both directions share the bandwidth, the larger number where neither slows the other down.
         """
-        amounts = self.read_bytes, self.write_bytes
-        return self.busy_seconds / (max(amounts) if duplex else sum(amounts) / 2)
+        moved = both_seconds(self.read_bytes, self.write_bytes, factors) / both_seconds(1, 1, factors)
+        return self.busy_seconds / moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,32 +79,30 @@ class _PathEstimate:
 
     Only a path that is always busy shows its true speed: a throttled path with pauses between its ops serves each op at
     once and looks faster. So if the path was not always busy, a step gives only a range for the seconds per byte. Its
-    ends are computed from the times of each direction (on a duplex path their maximum, else their sum), and from the
-    busy time of the whole step.
+    ends are computed from the times of each direction (`both_seconds`), and from the busy time of the whole step.
     """
 
     def __init__(self, speeds: PathSpeeds) -> None:
-        self._duplex = speeds.duplex
+        self._initial = speeds
         self._read = SpeedFilter(1 / speeds.read_bytes_per_second)
         self._write = SpeedFilter(1 / speeds.write_bytes_per_second)
         self._both = SpeedFilter(speeds.seconds_per_byte)
 
     def observe(self, seen: PathTraffic) -> None:
-        read_seconds, write_seconds = seen.read_seconds, seen.write_seconds
-        if not self._duplex:
-            # A shared device serves both directions at half speed: half of the shared time belongs to each direction.
-            read_seconds -= seen.shared_read_seconds / 2
-            write_seconds -= seen.shared_write_seconds / 2
+        factors = self._initial.factors
+        # The seconds that each direction would have needed alone: while it shared the path, it had only its factor.
+        read_seconds = seen.read_seconds - (1 - factors[0]) * seen.shared_read_seconds
+        write_seconds = seen.write_seconds - (1 - factors[1]) * seen.shared_write_seconds
         read = _observe_direction(self._read, seen.read_bytes, read_seconds)
         write = _observe_direction(self._write, seen.write_bytes, write_seconds)
         if seen.read_seconds > 0 or seen.write_seconds > 0:
-            self._observe_both(max(read, write) if self._duplex else read + write, seen.whole)
+            self._observe_both(both_seconds(read, write, factors), seen.whole)
 
     def _observe_both(self, apart: float, whole: PathStepTotals | None) -> None:
         if whole is None or not whole.balanced:
             self._both.observe(apart, apart)
             return
-        together = whole.seconds_per_byte(self._duplex)
+        together = whole.seconds_per_byte(self._initial.factors)
         least, most = (together, together) if whole.saturated else sorted((apart, together))
         expected = whole.busy_seconds * self._both.seconds_per_byte / together
         self._both.observe(least, most, rested=expected < IDLE_SHARE * whole.step_seconds)
@@ -110,14 +110,25 @@ class _PathEstimate:
     @property
     def speeds(self) -> PathSpeeds:
         """The estimated speeds of both directions. They agree with the estimated time for a byte that is read once and
-        written once: on a duplex path the slower direction needs this whole time; on any other path the times of both
-        directions add up to it."""
+        written once."""
         read, write, both = self._read.seconds_per_byte, self._write.seconds_per_byte, self._both.seconds_per_byte
-        if self._duplex:
-            read, write = (both, min(write, both)) if read >= write else (min(read, both), both)
-        else:
-            read, write = both * read / (read + write), both * write / (read + write)
-        return PathSpeeds(read_bytes_per_second=1 / read, write_bytes_per_second=1 / write, duplex=self._duplex)
+        read, write = _agreeing(read, write, both, self._initial.factors)
+        return replace(self._initial, read_bytes_per_second=1 / read, write_bytes_per_second=1 / write)
+
+
+def _agreeing(read: float, write: float, both: float, factors: PairFactors) -> tuple[float, float]:
+    """The times of both directions, changed so that `both_seconds` of them is `both`.
+
+    A direction changes by as much as it counts: in proportion to `both` where the times add up. Where the longer
+    direction is not slowed down, it takes the whole time, and the shorter one changes only if it would take longer.
+    """
+    factor, other_factor = factors
+    if read / factor > write / other_factor:
+        return _agreeing(write, read, both, (other_factor, factor))[::-1]
+    weight = min(1.0, (1 - other_factor) / factor)
+    scale = both / both_seconds(read, write, factors)
+    read = min(read * scale**weight, max(factor, 1 - other_factor) * both)
+    return read, both - weight * read
 
 
 def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float:

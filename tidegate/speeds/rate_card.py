@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
 from tidegate.errors import ConfigError
+from tidegate.plan.interference import InterferenceFactors
 from tidegate.plan.ops import D2H, H2D, LANE_OF, Op, OpKind, path_lanes
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.timeline.stall_analysis import busy_seconds
@@ -26,9 +27,6 @@ RATE_NAME_OF: Final[dict[OpKind, str]] = {
 }
 """The name of the rate of each kind of op. FETCH and FLUSH are absent: each path has a rate for each of them, with the
 name of the path's lane."""
-
-HALF_DUPLEX_FACTOR: Final = 0.5
-"""Interference factor of each direction of a half-duplex device while both work."""
 
 MeasuredWork = dict[str, tuple[int, float]]
 """The work of one step, by name of the rate: the amount (bytes or parameters), and the seconds in which ops with this
@@ -68,7 +66,7 @@ class RateCard:
     """Speeds by name of the path."""
     op_seconds: Mapping[str, float] = field(default_factory=dict)
     """Fixed seconds per op, by lane; 0 where absent."""
-    keeps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    keeps: InterferenceFactors = field(default_factory=dict)
     """Interference factors: `keeps[lane][other]` is the speed of `lane` while `other` works, divided by its speed
     alone; above 0 and up to 1, and 1 where absent."""
 
@@ -143,14 +141,14 @@ class RateCard:
         return replace(self, **scalars, paths=paths)
 
     def with_paths(self, speeds: Mapping[str, PathSpeeds]) -> RateCard:
-        """A copy of this rate card in which `speeds` (by name of the path) replace the speeds of these paths. If a path
-        is not duplex, its reads and its writes each have half their speed while both work. Measured `op_seconds` of
-        these paths are dropped, because they belong to the replaced speeds."""
+        """A copy of this rate card in which `speeds` (by name of the path) replace the speeds of these paths, and
+        the interference factors of their reads and writes. Measured `op_seconds` of these paths are dropped, because
+        they belong to the replaced speeds."""
         keeps = {lane: dict(others) for lane, others in self.keeps.items()}
         for path, known in speeds.items():
-            read, write = path_lanes(path)
-            for lane, other in ((read, write), (write, read)):
-                keeps[lane] = {**keeps.get(lane, {}), other: 1.0 if known.duplex else HALF_DUPLEX_FACTOR}
+            lanes = path_lanes(path)
+            for lane, other, factor in zip(lanes, reversed(lanes), known.factors, strict=True):
+                keeps.setdefault(lane, {})[other] = factor
         paths = {
             path: PathRates(
                 read_bytes_per_second=known.read_bytes_per_second, write_bytes_per_second=known.write_bytes_per_second

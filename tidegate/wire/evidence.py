@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from tidegate.wire.base import Count, Duration, Flag, Message, PathName, Speed
+from tidegate.wire.base import Count, Duration, Message, PathName, Share, Speed
 
 MAX_SUBGROUPS: Final = 100_000
 """Most subgroups of one rank; the daemon simulates each of them."""
@@ -25,11 +25,12 @@ class SubgroupSizes(Message):
 
 
 class PathSpeed(Message):
-    """Speeds of a path, in bytes per second. `duplex`: it reads and writes at full speed at the same time."""
+    """Speeds of a path, in bytes per second. `factors`: speed of reads while writes run, divided by their speed alone;
+    then the same of writes."""
 
     read_bytes_per_second: Speed
     write_bytes_per_second: Speed
-    duplex: Flag = False
+    factors: tuple[Share, Share]
 
 
 def check_count(count: int) -> None:

@@ -10,6 +10,7 @@ import tidegate
 from tests.agent.engine.test_exactness import FAST
 from tests.agent.optimizer.test_optimizer import params_of, run_steps
 from tidegate.agent.engine.residency import traffic
+from tidegate.plan.interference import DUPLEX
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.path_speed_estimator import PathSpeedEstimator
@@ -55,7 +56,7 @@ def test_the_whole_step_counts_all_ops_and_the_time_of_all_paths() -> None:
     assert (whole.read_bytes, whole.write_bytes) == (200, 200)
     assert (whole.busy_seconds, whole.step_seconds) == (pytest.approx(5.0), pytest.approx(10.0))
     assert not whole.saturated
-    assert whole.seconds_per_byte(duplex=True) == pytest.approx(5.0 / 200)
+    assert whole.seconds_per_byte(DUPLEX) == pytest.approx(5.0 / 200)
 
 
 def test_plans_go_by_the_speeds_of_now_not_by_those_of_the_first_step(tmp_path: Path) -> None:
