@@ -39,6 +39,22 @@ def test_of_few_values_chance_is_counted(before: int, after: int, chance: random
     assert found.chance == pytest.approx(orders / comb(before + after, before))
 
 
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=9), st.data())
+def test_of_equal_values_chance_is_counted_too(values: list[int], data: st.DataObject) -> None:
+    """Each way to choose the values before is as likely as any other."""
+    before = data.draw(st.integers(1, len(values) - 1))
+    found = compare(values[:before], values[before:])
+
+    def longer(old: tuple[int, ...]) -> float:
+        new = [value for i, value in enumerate(values) if i not in old]
+        return sum((value > values[i]) + 0.5 * (value == values[i]) for i in old for value in new)
+
+    seen = longer(tuple(range(before)))
+    chosen = [longer(old) for old in combinations(range(len(values)), before)]
+    far = [one >= seen if found.score > 0 else one <= seen for one in chosen]
+    assert found.chance == pytest.approx(sum(far) / len(chosen))
+
+
 @pytest.mark.parametrize("values", [9, 12, 20])
 def test_of_many_values_chance_is_near_what_is_counted(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values**2 > EXACT_PAIRS

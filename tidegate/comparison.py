@@ -8,9 +8,10 @@ often chance alone gives such a difference.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from statistics import NormalDist, median
 from typing import Final, Literal
 
@@ -57,19 +58,28 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
     longer = sum((d > 0) + 0.5 * (d == 0) for d in differences)
     score = (longer - pairs / 2) / math.sqrt(pairs * (values + 1) / 12)
     if pairs <= EXACT_PAIRS:
-        most = math.ceil(min(longer, pairs - longer))
-        orders = sum(_orders(len(before), len(after), count) for count in range(most + 1))
-        chance = orders / math.comb(values, len(before))
+        equal = tuple(count for _, count in sorted(Counter([*before, *after]).items()))
+        orders = _orders(equal, len(before))
+        as_far = sum(n for twice, n in orders.items() if (twice >= 2 * longer if score > 0 else twice <= 2 * longer))
+        chance = as_far / math.comb(values, len(before))
     else:
         chance = NormalDist().cdf(-abs(score))
     return Comparison(median(before), median(after), median(differences), score, chance)
 
 
-@cache
-def _orders(before: int, after: int, longer: int) -> int:
-    """Number of orders of `before` and `after` different times in which, in exactly `longer` pairs, the time after the
-    change is the longer one."""
-    if not before or not after or longer < 0:
-        return int(longer == 0)
-    # The longest time of all is either one after the change, longer than all before it, or one before the change.
-    return _orders(before, after - 1, longer - before) + _orders(before - 1, after, longer)
+@lru_cache(maxsize=64)
+def _orders(equal: tuple[int, ...], before: int) -> dict[int, int]:
+    """Counts the ways to choose which times are those before the change, by twice the number of pairs in which the time
+    after the change is the longer one (a pair of equal times counts half).
+
+    equal: how many times are equal, for each different time from the shortest on. before: number of times before the
+    change.
+    """
+    ways = {(0, 0): 1}
+    for count in equal:
+        longer: Counter[tuple[int, int]] = Counter()
+        for (chosen, twice), n in ways.items():
+            for more in range(min(count, before - chosen) + 1):
+                longer[chosen + more, twice + (count - more) * (2 * chosen + more)] += n * math.comb(count, more)
+        ways = longer
+    return {twice: n for (chosen, twice), n in ways.items() if chosen == before}

@@ -41,7 +41,8 @@ class AdamW(Optimizer):
         offload: Offload | None = None,
         **torch_options: Any,
     ) -> None:
-        flag = check_flag("decoupled", decoupled)
+        # `defaults` of another optimizer, given as arguments, has the flag under its name in param groups.
+        flag = check_flag("decoupled", torch_options.pop("decoupled_weight_decay", decoupled))
         super().__init__(
             params, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=flag,
             maximize=maximize, max_grad_norm=max_grad_norm, offload=offload, **torch_options,

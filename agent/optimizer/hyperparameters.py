@@ -55,8 +55,9 @@ def check_group(rule: UpdateRule, group: Mapping[str, Any]) -> None:
         if name not in group:
             continue
         value = group[name]
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise ConfigError(f"{name} is a tensor of {value.numel()} elements: it must have 1.")
+        expected = len(hyperparameter.default) if isinstance(hyperparameter.default, tuple) else 1
+        if isinstance(value, torch.Tensor) and value.numel() != expected:
+            raise ConfigError(f"{name} is a tensor of {value.numel()} elements: it must have {expected}.")
         if isinstance(hyperparameter.default, bool):
             check_flag(name, value)
         hyperparameter.check(value)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+from cachetools import LRUCache
 
 from tidegate.kernels.adamw.scalars import Arithmetic, Scalars
 from tidegate.kernels.arithmetic.formats import to_f32
 
-_powers: dict[float, tuple[int, np.float32]] = {}
-"""For each base: the last exponent, and the base to the power of this exponent."""
+_powers: LRUCache[tuple[float, int], np.float32] = LRUCache(1024)
+"""Powers by base and exponent. Optimizers with equal betas and other numbers of steps share it."""
 _lock = threading.Lock()
 
 
@@ -56,15 +57,13 @@ def _power_in_double(base: float, exponent: int) -> np.float32:
 
 
 def _power_step_by_step(base: float, exponent: int) -> np.float32:
-    """The power as a product in fp32, factor by factor. The last power of each base is kept: the next step needs one
-    more factor."""
+    """The power as a product in fp32, factor by factor. The last powers are kept: the next step needs one more
+    factor."""
     with _lock:
-        at, power = _powers.get(base, (0, np.float32(1)))
-        if at > exponent:
-            at, power = 0, np.float32(1)
-        if at < exponent:
-            factors = np.full(exponent - at + 1, base, np.float32)
-            factors[0] = power
-            power = np.multiply.accumulate(factors)[-1]
-            _powers[base] = exponent, power
+        power = _powers.get((base, exponent))
+        if power is None:
+            before = _powers.get((base, exponent - 1))
+            factors = np.full(2 if before is not None else exponent + 1, base, np.float32)
+            factors[0] = np.float32(1) if before is None else before
+            power = _powers[base, exponent] = np.multiply.accumulate(factors)[-1]
         return power

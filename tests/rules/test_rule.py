@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,12 +51,27 @@ def test_what_a_state_file_cannot_name_is_refused(change: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ([StateTensor("master")], "'master' of a state tensor"),
+        ([StateTensor("velocity"), StateTensor("velocity", "bfloat16")], "'velocity' of a state tensor"),
+        ([StateTensor("my tensor")], "'my tensor' of a state tensor"),
+        ([StateTensor("x" * 65)], "1 to 64 lower-case letters"),
+        ([StateTensor("velocity", cast("Any", "float64"))], "dtype 'float64' of state tensor 'velocity'"),
+    ],
+)
+def test_state_tensors_have_names_and_dtypes_that_files_can_hold(tensors: list[StateTensor], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(find("adamw"), tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"lr": -1.0}, "lr=-1.0 is out of range: it must be at least 0."),
         ({"momentum": 1.0}, "momentum=1.0 is out of range: it must be at least 0 and below 1."),
         ({"betas": (0.9, 0.99)}, "'betas' is not an option of momentum"),
-        ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements"),
+        ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements: it must have 1"),
     ],
 )
 def test_hyperparameters_are_those_of_the_rule(given: dict[str, Any], says: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,10 @@ MAX_NAME: Final = 16
 """Maximum length of a rule's name, in characters: a state file has this room for it."""
 MAX_TENSORS_TEXT: Final = 256
 """Maximum length of `UpdateRule.tensors_text`, in characters: a state file has this room for it."""
+
+_TENSOR_NAME: Final = re.compile(r"[a-z0-9_]{1,64}")
+_RESERVED: Final = ("step", "remainder", "master")
+"""Names of other state that a parameter has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,18 @@ class UpdateRule:
         for text, most in ((self.name, MAX_NAME), (self.tensors_text, MAX_TENSORS_TEXT)):
             if not (text.isascii() and text.isprintable() and len(text) <= most) or not self.name:
                 raise ValueError(f"{text!r} of rule {self.name!r} must be at most {most} printable ASCII characters")
+        names = [tensor.name for tensor in self.tensors]
+        for tensor in self.tensors:
+            if not _TENSOR_NAME.fullmatch(tensor.name) or tensor.name in _RESERVED or names.count(tensor.name) > 1:
+                raise ValueError(
+                    f"The name {tensor.name!r} of a state tensor of rule {self.name!r} must be 1 to 64 lower-case "
+                    f"letters, digits and '_', other than the names of the rule's other tensors and {_RESERVED}"
+                )
+            if tensor.dtype not in DTYPE_BYTES:
+                raise ValueError(
+                    f"The dtype {tensor.dtype!r} of state tensor {tensor.name!r} must be one of "
+                    f"{', '.join(DTYPE_BYTES)}"
+                )
 
     @cached_property
     def bytes_per_param(self) -> int:

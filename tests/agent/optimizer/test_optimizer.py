@@ -262,6 +262,31 @@ def test_bad_settings_name_value_and_bound(build: Any, error: type[Exception], s
         build()
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_defaults_of_an_optimizer_are_arguments_of_another(decoupled: bool) -> None:
+    with (
+        tidegate.AdamW(params_of((3,)), lr=0.5, decoupled=decoupled) as one,
+        tidegate.AdamW(params_of((3,)), **one.defaults) as other,
+    ):
+        assert other.defaults == one.defaults
+        assert other.param_groups[0]["decoupled_weight_decay"] is decoupled
+    with tidegate.AdamW(params_of((3,)), **torch.optim.AdamW(params_of((3,))).defaults) as like_torch:
+        assert like_torch.param_groups[0]["decoupled_weight_decay"]
+
+
+def test_betas_may_be_a_tensor() -> None:
+    numbers, tensor = (0.5, 0.75), torch.tensor([0.5, 0.75])
+    weights = []
+    for betas in (numbers, tensor):
+        params = params_of((3,))
+        with tidegate.AdamW(params, betas=betas) as optimizer:  # type: ignore[arg-type]
+            run_steps(optimizer, params, 0, 2)
+        weights.append(params[0].detach())
+    assert torch.equal(*weights)
+    with pytest.raises(ConfigError, match="betas is a tensor of 3 elements: it must have 2"):
+        tidegate.AdamW(params_of((3,)), betas=torch.ones(3) / 2)  # type: ignore[arg-type]
+
+
 def test_sparse_gradients_are_refused_in_backward() -> None:
     embedding = torch.nn.Embedding(10, 3, sparse=True)
     with (

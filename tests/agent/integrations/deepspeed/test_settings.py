@@ -152,6 +152,25 @@ def test_scalars_depend_on_the_step_alone_and_are_near_the_exact_ones(
     assert found.as_tuple() == pytest.approx(near.as_tuple(), rel=1e-3)
 
 
+def test_optimizers_far_apart_do_not_multiply_from_the_start_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines with the same betas, one with many more steps: each step takes one more factor."""
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    for step in (5000, 70):
+        cpu_adam_scalars(step=step, **settings)
+    factors: list[int] = []
+    full = np.full
+
+    def counted(count: int, *more: Any) -> Any:
+        factors.append(count)
+        return full(count, *more)
+
+    monkeypatch.setattr(np, "full", counted)
+    for more in range(1, 4):
+        for step in (5000, 70):
+            cpu_adam_scalars(step=step + more, **settings)
+    assert factors == [2] * 12
+
+
 class Commented:
     def step(self, closure: None = None) -> int:
         """One."""
