@@ -121,8 +121,8 @@ class Manifest:
 
     @classmethod
     def unpack(cls, data: bytes, file: Path) -> Manifest:
-        """Parses and validates a manifest. ManifestDamaged when its content is damaged, NewerFormat when a later
-        version of Tidegate wrote it."""
+        """Parses and validates a manifest. ManifestDamaged when its content is damaged, NewerFormat when another
+        version of Tidegate wrote it, whose format this one does not read."""
         try:
             return cls._unpack(data, file)
         except WrongManifestError as error:
@@ -138,8 +138,9 @@ class Manifest:
         version, expected, body = values.get("version"), outer.get("crc32"), canonical(values)
         found = zlib.crc32(body.encode())
         is_right = type(expected) is int and found == expected
-        if type(version) is int and version > VERSION and (is_right or "crc32" not in outer):
-            raise NewerFormat(file, f"version {version:#x}", f"at most {VERSION:#x}")
+        # Version 1, of before the last version, is not read either. It is intact all the same.
+        if type(version) is int and (version > VERSION or version == 1) and (is_right or "crc32" not in outer):
+            raise NewerFormat(file, f"version {version:#x}", f"{VERSION_WITHOUT_TENSORS:#x} or {VERSION:#x}")
         if not is_right:
             raise WrongManifestError(f"checksum {found:#010x}", schema.short_text(expected))
         try:

@@ -191,14 +191,15 @@ def test_no_name_of_a_file_reaches_the_terminal_as_an_order(tmp_path: Path, save
         assert "a\\u001b[2J" in said
 
 
-def test_a_warning_about_files_of_an_earlier_tidegate_orders_nothing(tmp_path: Path) -> None:
-    """No handler is set up for the logs of this command."""
+def test_a_checkpoint_of_a_format_that_is_not_read_any_more_is_not_removed(tmp_path: Path) -> None:
     made = with_a_strange_file(tmp_path / "old")
     values = json.loads((made.directory / "rank0.json").read_bytes())["checkpoint"]
     del values["files"], values["tensors"]
     write_manifest(made.directory / "rank0.json", values | {"version": 1})
     _, said = doctor(tmp_path, "--checkpoints", str(tmp_path / "old"))
-    assert "without checksums of a\\u001b[2J" in said
+    assert "has a format that this Tidegate does not know" in said
+    doctor(tmp_path, "--checkpoints", str(tmp_path / "old"), "--remove", "--yes")
+    assert made.directory.exists()
     assert "\x1b" not in said
 
 
