@@ -170,7 +170,8 @@ def run(
         late = max(0.0, ends[op.id] - max(step_at, starts[op.id])) / elapsed if elapsed > 0 else 0.0
         for resource, part in ({op.lane: 1.0} | dict(demands[op.id])).items():
             busy[resource] += late * part * seconds[op.id]
-    shared = [path.name for path in share.machine.paths if not path.duplex]
+    used = {op.path for op in plan.ops}
+    shared = [path.name for path in share.machine.paths if path.name in used and not path.duplex]
     busy |= {path: sum(busy[lane] for lane in path_lanes(path)) for path in shared}
     return max(step_at, *ends.values()) - step_at, dict(busy)
 
