@@ -72,8 +72,6 @@ class Gradients:
         these gradients in `.grad`."""
         self.mode = mode
         self.sums = sums
-        self.accumulating = False
-        """Whether the current backward pass is not the last of its step: mode `release` then takes no gradients."""
         self.memory = GradientMemory()
         """Counts the device memory of released gradients."""
         self._device = device
@@ -143,8 +141,6 @@ class Gradients:
     def accumulated(self, param: int) -> tuple[int, ...]:
         """Records that autograd has accumulated the gradient of a parameter. Returns the ids of the subgroups whose
         gradients are complete now, which means that each arrived as often as in the last step."""
-        if self.accumulating and self.mode == "release":
-            return ()
         self._check_not_released(param)
         self._restore_sum(param)
         self._record(param)

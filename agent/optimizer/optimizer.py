@@ -57,6 +57,10 @@ class Optimizer(OffloadedOptimizer):
     arguments that cannot work. Call `close()` at the end, or use the optimizer as a context manager.
     """
 
+    _gradient_factor = staticmethod(gradient_factor)
+    """Computes the factor for all gradients (loss scale and clipping). A subclass may round as another framework
+    does."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -71,9 +75,6 @@ class Optimizer(OffloadedOptimizer):
         found = implementation(rule)
         super().__init__(params, found, defaults_of(found.rule, {**hyperparameters, "maximize": maximize}), offload)
         self.max_grad_norm = max_grad_norm
-        self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
-        """Function that computes the factor for all gradients (loss scale and clipping): `gradient_factor`, or one with
-        the same signature that rounds as another framework does."""
         self.boundaries: list[Callable[[int], None]] = []
         """Functions that are called at the end of each `step()`, on all ranks, with the number of the next step. Knobs
         are changed in these calls."""
@@ -111,7 +112,7 @@ class Optimizer(OffloadedOptimizer):
                 if self.engine.num_updates_begun != num_begun:
                     self.engine.fail_uncounted_step(error)
                 raise
-            self._step_results.deliver(background=self.background)
+            self._step_results.deliver(background=self._in_background)
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
@@ -120,8 +121,9 @@ class Optimizer(OffloadedOptimizer):
         """Updates the weights with the engine, and counts the step."""
         with self.phases.exposed():
             inputs = step_inputs(
-                self._implementation, self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_factor
-            )
+                self._implementation, self.param_groups, self._steps, loss_scale, self.max_grad_norm,
+                self._gradient_factor,
+            )  # fmt: skip
             had_stepped, self._has_stepped = self._has_stepped, True
             updated = self.engine.step(inputs)
             self._has_stepped = had_stepped or bool(updated)
@@ -132,7 +134,7 @@ class Optimizer(OffloadedOptimizer):
             if updated:
                 self._ineffective.observe_update(updated, self._params)
             self.phases.began_at(self.engine.gradients_made_at, before="backward")
-            if not self.background:
+            if not self._in_background:
                 self._step_results.wait_for_update()
         self.num_steps += 1
         self.phases.enter("other")
@@ -164,11 +166,11 @@ class Optimizer(OffloadedOptimizer):
     def accumulate(self) -> Iterator[None]:
         """Context manager for backward passes that are not the last of their step. Needed with gradients="release",
         where the gradients of a backward pass outside of it are taken as the final ones of the step."""
-        before, self.engine.gradients.accumulating = self.engine.gradients.accumulating, True
+        before, self.gradient_source.accumulating = self.gradient_source.accumulating, True
         try:
             yield
         finally:
-            self.engine.gradients.accumulating = before
+            self.gradient_source.accumulating = before
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -115,10 +115,3 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
         i: {name: value for name, value in state.items() if i in unchanged or name not in AUX_NAMES}
         for i, state in state_dicts.gather(engine, params, steps).items()
     }
-
-
-def transfer_backward_flags(old: Engine, new: Engine) -> None:
-    """Copies two flags that apply to the current backward pass and later ones: `accumulating` (the pass is not the last
-    of its step) and `gradients_come_reduced` (reduced gradients come separately, with `overlap_ddp`)."""
-    new.gradients.accumulating = old.gradients.accumulating
-    new.gradients_come_reduced = old.gradients_come_reduced
