@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -106,7 +106,7 @@ class Engine:
         self.num_updates_begun = 0
         """Number of updates that have begun, including the one in progress. If one of them cannot be completed, the
         engine is no longer usable."""
-        self._usability = Usability(self._executor)
+        self.usability = Usability(self._executor)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
         """Appends parameters and their subgroups. May be called only between steps."""
@@ -134,7 +134,7 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether a step has begun and `wait_for_update` has not returned."""
-        return self._flight is not None and self._flight.outcome is not None and self._usability.is_in_own_process
+        return self._flight is not None and self._flight.outcome is not None and self.usability.is_in_own_process
 
     @property
     def updating(self) -> bool:
@@ -145,7 +145,7 @@ class Engine:
     def start(self) -> None:
         """Starts the plan of the next step unless it is started already. Copies of state and weights begin at once;
         each gradient is copied after it has arrived."""
-        self.require_usable()
+        self.usability.require()
         if self._flight is None:
             with DelayInterrupt(), self._starting:
                 if self._flight is None:
@@ -273,7 +273,7 @@ class Engine:
             raises EngineError if there are any.
         """
         assert not self.running, "wait for the update first"
-        if not self._executor.busy or not self._usability.is_in_own_process or self._executor.stuck:
+        if not self._executor.busy or not self.usability.is_in_own_process or self._executor.stuck:
             return
         if self.gradients.any_released and not dropping:
             raise EngineError(
@@ -299,7 +299,7 @@ class Engine:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._usability.problem = f"{type(error).__name__}: {error}"
+        self.usability.problem = f"{type(error).__name__}: {error}"
         self._flight = None
         self.gradients.forget()
         if not self._executor.stuck:
@@ -332,12 +332,7 @@ class Engine:
             self.memory.forget_stored()
             self.planner.place_new_subgroups(self.effective)
         self.weights.reset()
-        self._usability.problem = None
-
-    def replacing_state(self) -> AbstractContextManager[None]:
-        """Context manager in which the state is replaced: if that fails half-way, the engine is not usable until a
-        whole state is loaded."""
-        return self._usability.replacing_state()
+        self.usability.problem = None
 
     # ---- closing
 
@@ -347,9 +342,9 @@ class Engine:
 
         why: the reason that errors of later calls give.
         """
-        if not self._usability.is_in_own_process:
+        if not self.usability.is_in_own_process:
             return
-        self._usability.problem = self._usability.problem if self._executor.closed else why
+        self.usability.problem = self.usability.problem if self._executor.closed else why
         close_all(self._executor.close, self.gradients.close, self._close_memory)
         self._flight = None
 
@@ -366,13 +361,4 @@ class Engine:
     def usable(self) -> bool:
         """Whether steps and reads of the state are possible: the engine has not failed, is not closed, and belongs to
         this process."""
-        return self._usability.is_usable
-
-    def require_loadable(self) -> None:
-        """Raises EngineError if this engine stays unusable even when a complete state is loaded: it is closed, a lane
-        is stuck, or it belongs to a parent process."""
-        self._usability.require_loadable()
-
-    def require_usable(self) -> None:
-        """Raises EngineError, with the reason, if this engine cannot make steps and its state cannot be read."""
-        self._usability.require()
+        return self.usability.is_usable

@@ -300,13 +300,8 @@ class Gradients:
 
     @property
     def params_with_sums(self) -> Sequence[int]:
-        """Parameters that have a sum of gradients on the host."""
+        """Parameters that have a sum of gradients on the host, which is not in `.grad`."""
         return self.sums.params() if self.sums is not None else ()
-
-    @property
-    def any_in_sums(self) -> bool:
-        """Whether some gradients are in sums on the host, and not in `.grad`."""
-        return self.sums is not None and self.sums.has_sums
 
     # ---- memory of released gradients
 

@@ -227,7 +227,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """All state of the parameter `param`, read from where it is stored."""
         self.wait()
-        self.engine.require_usable()
+        self.engine.usability.require()
         self.engine.drop_plan()
         self.engine.weights.adapt_to_edits(reading=True)
         index = next(number for number, one in enumerate(self._params) if one is param)
@@ -244,7 +244,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.drop_plan()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
-        with DelayInterrupt(), self.engine.replacing_state():
+        with DelayInterrupt(), self.engine.usability.replacing_state():
             state_dicts.reset(self.engine, updated)
             for number in updated:
                 self._steps[number] = 0
@@ -369,7 +369,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _is_mid_step(self) -> bool:
         """Whether closing now would break a step, or lose gradients that have no other copy."""
         gradients = self.engine.gradients
-        held = gradients.any_released or gradients.any_in_sums or self.gradient_source.accumulating
+        held = gradients.any_released or bool(gradients.params_with_sums) or self.gradient_source.accumulating
         return self.engine.usable and (self._step_guard.is_stepping or held)
 
     @property

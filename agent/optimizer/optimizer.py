@@ -98,7 +98,7 @@ class Optimizer(OffloadedOptimizer):
                 loss = closure()
         self.wait()
         self._follow_params()
-        has_gradients = self.engine.gradients.any_in_sums or any(p.grad is not None for p in self._params)
+        has_gradients = bool(self.engine.gradients.params_with_sums) or any(p.grad is not None for p in self._params)
         self._ineffective.observe_call(len(self._params), has_gradients)
         if not has_gradients:
             return loss
@@ -206,7 +206,7 @@ class Optimizer(OffloadedOptimizer):
         """
         self.wait()
         self._follow_before_first_step()
-        self.engine.require_usable()
+        self.engine.usability.require()
         self.engine.drop_plan()
         with self.phases.within("checkpoint"):
             self.engine.weights.adapt_to_edits(reading=True)
@@ -227,7 +227,7 @@ class Optimizer(OffloadedOptimizer):
 
         Raises ConfigError, with nothing changed, if the state belongs to another model or another update rule.
         """
-        self.engine.require_loadable()
+        self.engine.usability.require_loadable()
         self._follow_params()
         given = state_dicts.apply_load_pre_hooks(self, state_dict)
         state, others = state_dicts.by_position(given)
@@ -240,7 +240,7 @@ class Optimizer(OffloadedOptimizer):
             with state_dicts.without_torch_load_hooks(self):
                 # torch's own loader would cast state to the dtype of the weight.
                 super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
-            with self.phases.within("checkpoint"), self.engine.replacing_state():
+            with self.phases.within("checkpoint"), self.engine.usability.replacing_state():
                 state_dicts.scatter(self.engine, self._params, state)
                 self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
                 self._step_results.forget()
@@ -331,7 +331,7 @@ class Optimizer(OffloadedOptimizer):
         another `StateFileError` for other damage. If this damage is found in the data, the optimizer is not usable
         until a complete checkpoint is loaded.
         """
-        self.engine.require_loadable()
+        self.engine.usability.require_loadable()
         self._follow_params()
         if self.engine.usable:
             self.wait()
@@ -368,7 +368,7 @@ class Optimizer(OffloadedOptimizer):
             check_distinct(self.param_groups[-1]["params"])
             return
         self.wait()
-        self.engine.require_usable()
+        self.engine.usability.require()
         self._follow_params()
         self.engine.drop_plan()
         with DelayInterrupt():

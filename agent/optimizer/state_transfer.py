@@ -57,7 +57,7 @@ def check_transferable(engine: Engine, has_state: bool, moved: str, reordered: b
     has_state: whether parameters were updated or a state was loaded. moved: name of a parameter that was moved.
     reordered: whether parameters were replaced by others, or have another shape or order in memory.
     """
-    if engine.gradients.any_released or engine.gradients.any_in_sums:
+    if engine.gradients.any_released or engine.gradients.params_with_sums:
         raise ParameterError(
             f"Parameter {moved} was moved or converted, or put into another param group, after a backward whose "
             "gradients were released already: these belong to the parameter as it was before. Drop them with "
