@@ -21,7 +21,6 @@ TOPS = ("agent", "bench", "daemon", "dashboard", "grafana", "kernels", "tidegate
 ALL_ROOMS = {"alerts", "conformance", "deployment", "gpu"}
 MAX_LINES = 400
 LONG = {
-    "agent/engine/engine.py": "the life of a step in one place: its methods hand each part to a module of its own",
     "bench/overhead.py": "one measurement, read from top to bottom",
 }
 """Modules of more than `MAX_LINES` lines, and why. Tests are not counted: a file of tests is one subject's cases."""

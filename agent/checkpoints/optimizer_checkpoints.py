@@ -54,7 +54,7 @@ class OptimizerCheckpoints:
     def _idle(self) -> Iterator[None]:
         """Context manager for checkpoint work: waits until no transfer and no background checkpoint is running, and
         counts the time as the phase "checkpoint"."""
-        self.engine.require_usable()
+        self.engine.usability.require()
         self.engine.drop_plan()
         with self._phases.within("checkpoint"):
             if self._pending is not None:
@@ -84,7 +84,7 @@ class OptimizerCheckpoints:
     def load_state(self, checkpoint: Checkpoint, reader: Reader) -> None:
         """Loads the state of all subgroups from a checkpoint. If that fails, the engine is not usable until a
         checkpoint is loaded completely."""
-        with self._phases.within("checkpoint"), self.engine.replacing_state():
+        with self._phases.within("checkpoint"), self.engine.usability.replacing_state():
             self.engine.weights_loaded()
             if self.engine.store is not None:
                 self.engine.store.step = checkpoint.step

@@ -28,7 +28,7 @@ def rank_of(engine: Engine) -> Rank:
         host_slots=engine.host_slots,
         gradients=engine.gradients.mode,
         capacity={} if engine.residences is None else engine.residences.known_capacity,
-        gradient_order=engine.gradient_gates.order,
+        gradient_order=engine.routing.order,
         step_at=engine.planner.step_at,
         path_speeds=engine.planner.path_speeds,
         gradient_budget=engine.planner.budget.gradients if engine.gradients.mode == "release" else None,

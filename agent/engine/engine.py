@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,10 +19,10 @@ from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.executor import Executor
-from tidegate.agent.engine.gradient_gates import GradientGates
+from tidegate.agent.engine.gradient_routing import GradientRouting, GradientSource
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs, StepOutcome
-from tidegate.agent.engine.plan_in_flight import PlanInFlight, gradient_reads
+from tidegate.agent.engine.plan_in_flight import PlanInFlight
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.step_planner import StepPlanner
 from tidegate.agent.engine.usability import Usability
@@ -30,7 +30,7 @@ from tidegate.agent.engine.weight_edits import WeightEdits
 from tidegate.agent.gradients.accumulation import HostSums
 from tidegate.agent.gradients.gradients import Gradients
 from tidegate.agent.interrupts import DelayInterrupt
-from tidegate.agent.parameters.shards import GradientNorm, NormOverRanks, shard_of
+from tidegate.agent.parameters.shards import GradientNorm, shard_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError
@@ -60,19 +60,17 @@ class Engine:
         *,
         settings: EngineSettings,
         effective: EffectiveKnobs,
+        norm: GradientNorm,
+        source: GradientSource,
         store: TierStore | None = None,
     ) -> None:
-        """`rule`: the update rule. `effective`: the first values of the knobs. `store`: the storage paths."""
+        """`rule`: the update rule. `effective`: the first values of the knobs. `norm`: sums the squares of the
+        gradients of `params` over all ranks. `source`: where gradients come from. `store`: the storage paths."""
         self.params, self.layouts, self.device, self.rule = list(params), list(layouts), device, rule.rule
         self.shards = [shard_of(param) for param in params]
         """This rank's shard of each parameter: the whole parameter if it is not divided among ranks."""
-        self._norm: GradientNorm = NormOverRanks(params)
         self.num_slots = settings.num_slots
         self.effective = effective
-        self._early_gradients = settings.early_gradients
-        self.gradients_come_reduced = False
-        """True if reduced gradients come separately, through `gradients_reduced` (with `overlap_ddp`). The gradients in
-        autograd's hooks are then not yet reduced over the ranks, and the engine does not use them."""
         self._pool = ThreadPool(settings.cpu_threads)
         self._dropped: deque[Span] = deque(maxlen=MAX_DROPPED_SPANS)
         """Spans of the plans that were dropped since the last step."""
@@ -82,14 +80,14 @@ class Engine:
             store.add_subgroups(layouts)
             store.calibrate()
         self.residences = Residences(store) if store is not None else None
-        mode, accumulation = settings.gradients, settings.accumulation
+        mode, accumulation, early = settings.gradients, settings.accumulation, settings.early_gradients
         self.memory = StateMemory(device, self.layouts, self.num_slots, mode == "release", store, self.host_slots)
         self.planner = StepPlanner(self.memory, self.residences, settings, self.host_slots)
         self.planner.place_new_subgroups(self.effective)
         sums = HostSums(device, self._pool, accumulation == "host_fp32") if accumulation != "device" else None
-        self.gradients = Gradients(device, params, self.layouts, mode, self._early_gradients, sums)
+        self.gradients = Gradients(device, params, self.layouts, mode, early, sums)
         self.weights = WeightEdits(device, self.memory, self.shards)
-        self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, self._norm, self._pool, rule)
+        self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, norm, self._pool, rule)
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
         self._executor = Executor(
             self._runner,
@@ -98,7 +96,7 @@ class Engine:
             ahead=of_paths,
             watchdog_seconds=settings.watchdog_seconds,
         )
-        self.gradient_gates = GradientGates(self._executor, self._runner, self.gradients, self.layouts)
+        self.routing = GradientRouting(self._executor, self._runner, self.gradients, self.layouts, source, early)
         self.gradients_made_at: float | None = None
         """Time at which the device had computed all gradients of the last `step()`, in seconds on the monotonic clock.
         None if the gradients were computed already when `step()` was called."""
@@ -108,7 +106,7 @@ class Engine:
         self.num_updates_begun = 0
         """Number of updates that have begun, including the one in progress. If one of them cannot be completed, the
         engine is no longer usable."""
-        self._usability = Usability(self._executor)
+        self.usability = Usability(self._executor)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
         """Appends parameters and their subgroups. May be called only between steps."""
@@ -116,7 +114,7 @@ class Engine:
         self.weights.adapt_to_edits()  # or earlier edits by the user would go unnoticed
         self.params += params
         self.shards += [shard_of(param) for param in params]
-        self._norm.extend(params)
+        self._runner.norm_over_ranks.extend(params)
         self.layouts += layouts
         self.planner.extend(layouts)
         if self.store is not None:
@@ -125,12 +123,6 @@ class Engine:
         self.planner.place_new_subgroups(self.effective)
         self.gradients.extend(params, layouts)
         self.weights.extend(layouts)
-
-    def sum_norms_with(self, norm: GradientNorm) -> None:
-        """Replaces the object that sums the squares of gradients over all ranks for the gradient norm. May be called
-        only between steps."""
-        assert self._flight is None, "a plan is in flight"
-        self._norm = self._runner.norm_over_ranks = norm
 
     @property
     def subgroups(self) -> tuple[Subgroup, ...]:
@@ -142,7 +134,7 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether a step has begun and `wait_for_update` has not returned."""
-        return self._flight is not None and self._flight.outcome is not None and self._usability.is_in_own_process
+        return self._flight is not None and self._flight.outcome is not None and self.usability.is_in_own_process
 
     @property
     def updating(self) -> bool:
@@ -153,7 +145,7 @@ class Engine:
     def start(self) -> None:
         """Starts the plan of the next step unless it is started already. Copies of state and weights begin at once;
         each gradient is copied after it has arrived."""
-        self.require_usable()
+        self.usability.require()
         if self._flight is None:
             with DelayInterrupt(), self._starting:
                 if self._flight is None:
@@ -163,10 +155,9 @@ class Engine:
         # In mode `keep` gradients can be copied again, so that the check for edits through `.data` may wait for step().
         self.weights.adapt_to_edits(by_data=self.gradients.mode == "release")
         effective = self.effective
-        plan, room_bytes = self.planner.prepare(effective, self.gradient_gates.order)
+        plan, room_bytes = self.planner.prepare(effective, self.routing.order)
         self._runner.begin()
-        self.gradient_gates.begin_plan()
-        self.gradients.expect_reads([self.layouts[subgroup] for subgroup in gradient_reads(plan)], room_bytes)
+        self.routing.begin_plan(plan, room_bytes)
         # State is copied into memory that the framework may still use, and weights are copied to their mirrors.
         self._order_after_framework(H2D, D2H)
         self._executor.start(plan)
@@ -182,43 +173,13 @@ class Engine:
 
     def gradient_accumulated(self, param: int) -> None:
         """Takes the gradient that autograd has just accumulated for a parameter: starts the plan if there is none, and
-        allows the copies of subgroups whose gradients are complete. Waits if the device has no memory for the next
-        gradient.
-
-        In mode `release`, a gradient of a backward pass before the last one of the step is only added to its sum in
-        host memory.
-        """
-        if self.gradients.accumulating and self.gradients.mode == "release":
-            self.gradients.add_to_sum(param)
-            return
-        self.start()
-        if self.gradients_come_reduced:
-            return
-        ready = self.gradients.accumulated(param)
-        if self._early_gradients or self.gradients.mode == "release":
-            self.gradient_gates.open(ready)
-        self._wait_for_gradient_memory()
-
-    def _wait_for_gradient_memory(self) -> None:
-        """If the device has no memory for the next gradient, waits until enough released gradients were read by the
-        device. The host enqueues a backward far ahead of the device, and the memory of a gradient is free only when the
-        device has read the gradient."""
-        memory = self.gradients.memory
-        if not memory.full:
-            return
-        try:
-            self._executor.wait_until_ready_ops_issued((D2H, DEVICE))
-            while memory.full and memory.wait_for_oldest():
-                pass
-        except Exception as error:  # a Ctrl-C while waiting changes nothing
-            self._fail(error)
-            raise
-
-    def gradients_reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Takes gradients that a collective has reduced over the ranks, with the numbers of their parameters, and
-        allows their copies. May be called from any thread, after `start`."""
-        for param, grad in gradients:
-            self.gradient_gates.open(self.gradients.reduced(param, grad))
+        gives the gradient to the plan (see `GradientRouting`). Waits if the device has no memory for the next gradient.
+        A gradient that is only added to a sum starts no plan."""
+        if not self.routing.add_to_sum(param):
+            self.start()
+            self.routing.accumulated(param)
+            with self._failing(Exception):  # a Ctrl-C while waiting changes nothing
+                self.routing.wait_for_memory()
 
     def step(self, inputs: StepInputs) -> tuple[int, ...]:
         """Begins the update and waits until the gradient norm is known. Returns the numbers of the parameters that the
@@ -233,14 +194,14 @@ class Engine:
         self.gradients.refresh()
         self._replan_if_changed()
         flight = self._in_flight()
-        try:
+        with self._failing():
             self.num_updates_begun += 1
             self._runner.outcome = flight.outcome = outcome = StepOutcome(inputs)
             if self.store is not None:
                 self.store.step += 1
             # All other writes of an update come after NORM, which this lane and the host wait for.
             self._order_after_framework(DEVICE)
-            self._executor.step(repeat=self.gradient_gates.stale_copies())
+            self._executor.step(repeat=self.routing.stale_copies())
             goes_on = self._executor.wait_for_norm()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None
@@ -250,9 +211,6 @@ class Engine:
                 torch.autograd.graph.increment_version(self.shards[index])
             self.weights.update_began()
             self.gradients.clear_released()
-        except BaseException as error:
-            self._fail(error)
-            raise
         return flight.stepped
 
     def fail_uncounted_step(self, error: BaseException) -> None:
@@ -286,18 +244,14 @@ class Engine:
         if not self.running:
             return None
         flight = self._in_flight()
-        with DelayInterrupt():
-            try:
-                spans, skipped = self._executor.finish()
-                self._runner.outcome = None
-                self._flight = None
-                self._finish(flight, skipped, spans)
-                dropped = tuple(self._dropped)
-                self._dropped.clear()
-                return flight.result(spans, skipped, dropped)
-            except BaseException as error:
-                self._fail(error)
-                raise
+        with DelayInterrupt(), self._failing():
+            spans, skipped = self._executor.finish()
+            self._runner.outcome = None
+            self._flight = None
+            self._finish(flight, skipped, spans)
+            dropped = tuple(self._dropped)
+            self._dropped.clear()
+            return flight.result(spans, skipped, dropped)
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
         """Makes the device wait for the update of these parameters before it runs work that the calling thread enqueues
@@ -306,11 +260,8 @@ class Engine:
             return
         flight = self._in_flight()
         wanted = {layout.id for param in params for layout in self.gradients.subgroups_of(param)}
-        try:
+        with self._failing(Exception):  # a Ctrl-C while waiting changes nothing
             events = self._executor.wait_until_issued(flight.weight_writes(wanted))
-        except Exception as error:  # a Ctrl-C while waiting changes nothing
-            self._fail(error)
-            raise
         for event in events:
             self.device.block(event)
 
@@ -322,7 +273,7 @@ class Engine:
             raises EngineError if there are any.
         """
         assert not self.running, "wait for the update first"
-        if not self._executor.busy or not self._usability.is_in_own_process or self._executor.stuck:
+        if not self._executor.busy or not self.usability.is_in_own_process or self._executor.stuck:
             return
         if self.gradients.any_released and not dropping:
             raise EngineError(
@@ -338,8 +289,17 @@ class Engine:
         assert self._flight is not None, "no plan was started"
         return self._flight
 
+    @contextmanager
+    def _failing(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+        """Makes the engine unusable if an error of this kind occurs in the block."""
+        try:
+            yield
+        except kind as error:
+            self._fail(error)
+            raise
+
     def _fail(self, error: BaseException) -> None:
-        self._usability.problem = f"{type(error).__name__}: {error}"
+        self.usability.problem = f"{type(error).__name__}: {error}"
         self._flight = None
         self.gradients.forget()
         if not self._executor.stuck:
@@ -354,8 +314,7 @@ class Engine:
             self.device.wait(lane, now)
 
     def _finish(self, flight: PlanInFlight, skipped: bool, spans: Sequence[Span]) -> None:
-        self.gradient_gates.end_step()
-        self.gradients.step_done()
+        self.routing.end_step()
         self._runner.begin()
         if not skipped:
             self.memory.commit(flight.plan.placements)
@@ -373,12 +332,7 @@ class Engine:
             self.memory.forget_stored()
             self.planner.place_new_subgroups(self.effective)
         self.weights.reset()
-        self._usability.problem = None
-
-    def replacing_state(self) -> AbstractContextManager[None]:
-        """Context manager in which the state is replaced: if that fails half-way, the engine is not usable until a
-        whole state is loaded."""
-        return self._usability.replacing_state()
+        self.usability.problem = None
 
     # ---- closing
 
@@ -388,9 +342,9 @@ class Engine:
 
         why: the reason that errors of later calls give.
         """
-        if not self._usability.is_in_own_process:
+        if not self.usability.is_in_own_process:
             return
-        self._usability.problem = self._usability.problem if self._executor.closed else why
+        self.usability.problem = self.usability.problem if self._executor.closed else why
         close_all(self._executor.close, self.gradients.close, self._close_memory)
         self._flight = None
 
@@ -407,13 +361,4 @@ class Engine:
     def usable(self) -> bool:
         """Whether steps and reads of the state are possible: the engine has not failed, is not closed, and belongs to
         this process."""
-        return self._usability.is_usable
-
-    def require_loadable(self) -> None:
-        """Raises EngineError if this engine stays unusable even when a complete state is loaded: it is closed, a lane
-        is stuck, or it belongs to a parent process."""
-        self._usability.require_loadable()
-
-    def require_usable(self) -> None:
-        """Raises EngineError, with the reason, if this engine cannot make steps and its state cannot be read."""
-        self._usability.require()
+        return self.usability.is_usable

@@ -55,11 +55,6 @@ class HostSums:
         """Guards the additions: autograd's threads start them, and the training thread may discard them."""
         self._thread = ThreadPoolExecutor(1, "tidegate-accumulate")
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether some parameter has a sum."""
-        return bool(self._last)
-
     def params(self) -> Sequence[int]:
         """Numbers of the parameters that have a sum."""
         return list(self._last)

@@ -29,7 +29,7 @@ class GradientMemory:
         self._issued: deque[tuple[Event, Sequence[int]]] = deque()
         """Issued reads, the oldest first: the event at the end of each read, and the parameters whose gradients it
         reads."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def expect(self, reads: Sequence[int], room_bytes: int) -> None:
         """Resets all counts for a new plan.
@@ -38,7 +38,7 @@ class GradientMemory:
         room_bytes: device memory that gradients may take.
         """
         with self._lock:
-            self._forget()
+            self.forget()
             self._reads_left, self._room_bytes = list(reads), room_bytes
 
     def add(self, param: int, nbytes: int) -> None:
@@ -81,9 +81,6 @@ class GradientMemory:
     def forget(self) -> None:
         """Removes all gradients from the count, because they were used or dropped."""
         with self._lock:
-            self._forget()
-
-    def _forget(self) -> None:
-        self._held_bytes = 0
-        self._bytes.clear()
-        self._issued.clear()
+            self._held_bytes = 0
+            self._bytes.clear()
+            self._issued.clear()

@@ -72,8 +72,6 @@ class Gradients:
         these gradients in `.grad`."""
         self.mode = mode
         self.sums = sums
-        self.accumulating = False
-        """Whether the current backward pass is not the last of its step: mode `release` then takes no gradients."""
         self.memory = GradientMemory()
         """Counts the device memory of released gradients."""
         self._device = device
@@ -143,8 +141,6 @@ class Gradients:
     def accumulated(self, param: int) -> tuple[int, ...]:
         """Records that autograd has accumulated the gradient of a parameter. Returns the ids of the subgroups whose
         gradients are complete now, which means that each arrived as often as in the last step."""
-        if self.accumulating and self.mode == "release":
-            return ()
         self._check_not_released(param)
         self._restore_sum(param)
         self._record(param)
@@ -304,13 +300,8 @@ class Gradients:
 
     @property
     def params_with_sums(self) -> Sequence[int]:
-        """Parameters that have a sum of gradients on the host."""
+        """Parameters that have a sum of gradients on the host, which is not in `.grad`."""
         return self.sums.params() if self.sums is not None else ()
-
-    @property
-    def any_in_sums(self) -> bool:
-        """Whether some gradients are in sums on the host, and not in `.grad`."""
-        return self.sums is not None and self.sums.has_sums
 
     # ---- memory of released gradients
 

@@ -86,10 +86,6 @@ class _BucketHook:
         self._receivers = [one for one in self._receivers if one is not receiver]
         return was_in
 
-    def notifies(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is notified of reduced buckets."""
-        return any(one.optimizer() is optimizer for one in self._receivers)
-
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         live = [(one, engine) for one in self._receivers if (engine := one.engine) is not None]
         for receiver, engine in live:
@@ -101,7 +97,7 @@ class _BucketHook:
 
         def reduced(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             for engine, own in pairs:
-                engine.gradients_reduced(own)
+                engine.routing.reduced(own)
             return done.value()[0]
 
         return work.get_future().then(reduced)  # type: ignore[no-any-return]
@@ -137,7 +133,7 @@ class DdpOverlap:
         optimizer._follow_params()
         self._hook = _hook_of(model)
         self._receiver = self._hook.join(optimizer)
-        optimizer.engine.gradients_come_reduced = True
+        optimizer.gradient_source.collectives.add(self._hook)
 
     def close(self) -> None:
         """Stops the early copies: gradients are copied after the backward again, as without `overlap_ddp`. Idempotent.
@@ -147,10 +143,8 @@ class DdpOverlap:
         itself does.
         """
         optimizer = self._receiver.optimizer()
-        if not self._hook.leave(self._receiver) or optimizer is None:
-            return
-        if not any(hook.notifies(optimizer) for hook in _hooks.values()):
-            optimizer.engine.gradients_come_reduced = False
+        if self._hook.leave(self._receiver) and optimizer is not None:
+            optimizer.gradient_source.collectives.discard(self._hook)
 
     def __enter__(self) -> Self:
         return self

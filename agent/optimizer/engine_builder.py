@@ -12,8 +12,9 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.engine_settings import EngineSettings
+from tidegate.agent.engine.gradient_routing import GradientSource
 from tidegate.agent.optimizer.offload import Offload
-from tidegate.agent.parameters.shards import gradients_are_final, shard_of
+from tidegate.agent.parameters.shards import GradientNorm, gradients_are_final, shard_of
 from tidegate.agent.parameters.subgroups import Layout, check_param, make_subgroups, shift_ids
 from tidegate.agent.ranks import Ranks, cpu_lane_threads
 from tidegate.agent.tiers.tier_store import TierStore
@@ -29,6 +30,8 @@ def build_engine(
     rule: Implementation,
     offload: Offload,
     effective: EffectiveKnobs,
+    norm: GradientNorm,
+    source: GradientSource,
 ) -> Engine:
     """Opens the storage paths and builds the engine. Closes the paths and the device if this fails."""
     store: TierStore | None = None
@@ -47,7 +50,9 @@ def build_engine(
             early_gradients=ranks.count == 1 or all(map(gradients_are_final, params)),
             watchdog_seconds=offload.watchdog_seconds,
         )
-        return Engine(params, layouts, device, rule, settings=settings, effective=effective, store=store)
+        return Engine(
+            params, layouts, device, rule, settings=settings, effective=effective, norm=norm, source=source, store=store
+        )
     except BaseException:
         with suppress(Exception):  # the original error is raised
             close_all(*([store.close] if store is not None else []), device.close)

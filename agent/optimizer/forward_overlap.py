@@ -40,14 +40,14 @@ class ForwardOverlap:
         self._learner: _ReadsBeforeCall | None = None
         self._handles: list[Any] = []
         self.rebuild()
-        optimizer.overlap = self
+        optimizer._begin_overlap(self)
 
     def rebuild(self) -> None:
         """Restarts the overlap for changed parameters of the optimizer: `step()` waits for the whole update again until
         one forward was observed. The optimizer calls this method when its parameters have changed."""
         for handle in self._handles:
             handle.remove()
-        self._optimizer.background = False
+        self.in_background = False
         self._numbers = {id(p): i for i, p in enumerate(_params(self._optimizer))}
         self._units = {module: self._numbers_of(params) for module, params in units(self._model)}
         self._read_early.clear()
@@ -55,10 +55,7 @@ class ForwardOverlap:
 
     def close(self) -> None:
         """Removes the hooks, so that `step()` waits for the whole update again. Idempotent."""
-        if self._optimizer.overlap is self:
-            self._optimizer.wait()
-            self._optimizer.overlap = None
-            self._optimizer.background = False
+        self._optimizer._end_overlap(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -95,7 +92,7 @@ class ForwardOverlap:
         self._stop_learning()  # an aborted forward may have left a learner
         if not torch.is_grad_enabled() or not model.training:
             self._optimizer.wait()
-        elif self._optimizer.background:
+        elif self.in_background:
             self._optimizer._wait_for_weights(self._read_early)
         else:
             self._learner = _ReadsBeforeCall(self._numbers)
@@ -107,7 +104,7 @@ class ForwardOverlap:
         Runs only if the forward was completed."""
         if self._learner is not None:
             self._read_early |= self._learner.read_early | (set(self._numbers.values()) - self._learner.called)
-            self._optimizer.background = True
+            self.in_background = True
 
     def _stop_learning(self, *_: Any) -> None:
         learner, self._learner = self._learner, None

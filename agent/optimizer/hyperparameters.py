@@ -132,7 +132,7 @@ def step_inputs(
     steps: Sequence[int],
     loss_scale: LossScale,
     max_grad_norm: float | None,
-    make_factor: Callable[[float, float, float | None], float] = gradient_factor,
+    make_factor: Callable[[float, float, float | None], float],
 ) -> StepInputs:
     """What a step needs besides state, weights and gradients: its scalars, the factor for all gradients, and whether a
     GradScaler skips it. Hyperparameters are copied, so that later changes of `groups` have no effect.

@@ -6,17 +6,21 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Closeable(Protocol):
-    """An object that is closed together with the optimizer."""
+class RebuildListener(Protocol):
+    """An object that the optimizer informs when the engine was rebuilt, and closes together with itself."""
 
     def close(self) -> None: ...
 
-
-class RebuildListener(Closeable, Protocol):
-    """An object that the optimizer informs when the engine was rebuilt."""
-
     def rebuild(self) -> None:
         """Called when the optimizer has other parameters, or works on another device."""
+
+
+class OverlapListener(RebuildListener, Protocol):
+    """Interface of an overlap of updates with the forward (`tidegate.overlap_forward`) that the optimizer calls."""
+
+    in_background: bool
+    """Whether `step()` returns as soon as it is known which parameters are updated, while the update continues in the
+    background."""
 
 
 class AttachmentListener(RebuildListener, Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Self
 
@@ -17,6 +17,7 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.selection import choose_device, warn_if_emulated
 from tidegate.agent.engine.engine import Engine
+from tidegate.agent.engine.gradient_routing import GradientSource
 from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.gradients.accumulation import check_fits
 from tidegate.agent.interrupts import DelayInterrupt
@@ -28,13 +29,12 @@ from tidegate.agent.optimizer.engine_builder import build_engine, layouts_of
 from tidegate.agent.optimizer.host_cache import automatic_cache_bytes
 from tidegate.agent.optimizer.hyperparameters import as_list
 from tidegate.agent.optimizer.ineffective_steps import IneffectiveStepWarnings, param_namer
-from tidegate.agent.optimizer.listeners import AttachmentListener, RebuildListener
+from tidegate.agent.optimizer.listeners import AttachmentListener, OverlapListener
 from tidegate.agent.optimizer.offload import Offload, as_offload
 from tidegate.agent.optimizer.state_transfer import (
     ParameterMapping,
     check_transferable,
     gather_for_transfer,
-    transfer_backward_flags,
     warn_of_removed,
 )
 from tidegate.agent.optimizer.state_view import OffloadedState
@@ -42,7 +42,7 @@ from tidegate.agent.optimizer.step_guard import StepGuard
 from tidegate.agent.optimizer.step_results import StepResultQueue
 from tidegate.agent.parameters.ownership import claim, release_ownership
 from tidegate.agent.parameters.parameter_identity import ParameterRecords, name_of
-from tidegate.agent.parameters.shards import LocalShard, shard_of
+from tidegate.agent.parameters.shards import GradientNorm, LocalShard, NormOverRanks, shard_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import CheckpointFailed, ConfigError
 from tidegate.kernels.arithmetic.implementation import Implementation
@@ -55,6 +55,9 @@ log = logging.getLogger("tidegate")
 class OffloadedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with an engine that keeps its state and runs its updates. Its parameters may be moved,
     converted, replaced, added or put into other groups, and its knobs may change, while training runs."""
+
+    _norm_over_ranks: Callable[[Sequence[torch.Tensor]], GradientNorm] = NormOverRanks
+    """Makes what sums the squares of gradients over ranks. A subclass may round as another framework does."""
 
     def __init__(
         self, params: Iterable[Any], rule: Implementation, defaults: dict[str, Any], offload: Offload | None
@@ -75,6 +78,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         warn_if_emulated(self.device)
         layouts = layouts_of(self.param_groups, self.offload, self.rule)
         self.knobs = self.offload.knobs()
+        self.gradient_source = GradientSource()
         self._auto = AutoValues(
             cache_bytes=automatic_cache_bytes(self.offload, list(map(shard_of, self._params)), layouts)
         )
@@ -96,10 +100,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         `step()`, or later if the update is still running then."""
         self.observers.append(self._ineffective.observe)
         self.attachment: AttachmentListener | None = None
-        self.overlap: RebuildListener | None = None
-        self.background = False
-        """Whether `step()` returns as soon as it is known which parameters are updated, while the update continues in
-        the background. See `overlap_forward`."""
+        self.overlap: OverlapListener | None = None
         self._step_guard, self._backward_passes = StepGuard(), BackwardPasses(self.phases)
         self._moves_checked_in = NO_BACKWARD
         """Id of the last backward pass in which all parameters were checked: whether they were moved, converted or
@@ -117,7 +118,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Waits until all weights are updated. With `tidegate.overlap_forward`, `step()` returns before that."""
         with self.phases.exposed():
             self._step_results.wait_for_update()
-        self._step_results.deliver(background=self.background)
+        self._step_results.deliver(background=self._in_background)
+
+    @property
+    def _in_background(self) -> bool:
+        """Whether `step()` returns before its update has ended (see `OverlapListener`)."""
+        return self.overlap is not None and self.overlap.in_background
+
+    def _begin_overlap(self, overlap: OverlapListener) -> None:
+        """Lets updates run in the background whenever `overlap` says so. There may be no other overlap."""
+        self.overlap = overlap
+
+    def _end_overlap(self, overlap: OverlapListener) -> None:
+        """Ends this overlap after the running update, unless the overlap was ended before."""
+        if self.overlap is overlap:
+            self.wait()
+            self.overlap = None
 
     # ---- arrival of gradients
 
@@ -211,7 +227,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _read_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """All state of the parameter `param`, read from where it is stored."""
         self.wait()
-        self.engine.require_usable()
+        self.engine.usability.require()
         self.engine.drop_plan()
         self.engine.weights.adapt_to_edits(reading=True)
         index = next(number for number, one in enumerate(self._params) if one is param)
@@ -228,7 +244,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.drop_plan()
         wanted = None if params is None else set(map(id, params))
         updated = {i for i, one in enumerate(self._params) if self._steps[i] and (wanted is None or id(one) in wanted)}
-        with DelayInterrupt(), self.engine.replacing_state():
+        with DelayInterrupt(), self.engine.usability.replacing_state():
             state_dicts.reset(self.engine, updated)
             for number in updated:
                 self._steps[number] = 0
@@ -291,9 +307,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._checkpoints.finish()
             self.engine.close()
             engine = self._build_engine(params, layouts_of(self.param_groups, self.offload, self.rule), device)
-            transfer_backward_flags(self.engine, engine)
             release_ownership(self, [self._params[number] for number in mapping.removed])
-            self._set_engine(params, device, engine, mapping.steps(self._steps))
+            self._params, self._steps = params, mapping.steps(self._steps)
+            self._param_records, self.device, self.engine = ParameterRecords(params), device, engine
+            self._ineffective.watch(len(params))
+            self._step_results.engine = self._checkpoints.engine = engine
+            self.phases.take_peak_bytes = device.take_peak_bytes
+            engine.gradients.watch(self._gradient_arrived)
             self.check_knobs(self.knobs)
             self.apply_knobs(self.knobs)
             if state:
@@ -309,16 +329,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.attachment.rebuild()
 
     def _build_engine(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout], device: Device) -> Engine:
-        return build_engine(params, layouts, device, self._implementation, self.offload, self._effective(self.knobs))
-
-    def _set_engine(self, params: list[torch.nn.Parameter], device: Device, engine: Engine, steps: list[int]) -> None:
-        """Replaces parameters, device, engine and step counts."""
-        self._params, self._steps, self._param_records = params, steps, ParameterRecords(params)
-        self.device, self.engine = device, engine
-        self._ineffective.watch(len(params))
-        self._step_results.engine = self._checkpoints.engine = engine
-        self.phases.take_peak_bytes = device.take_peak_bytes
-        engine.gradients.watch(self._gradient_arrived)
+        norm, effective, source = self._norm_over_ranks(params), self._effective(self.knobs), self.gradient_source
+        return build_engine(params, layouts, device, self._implementation, self.offload, effective, norm, source)
 
     # ---- life
 
@@ -357,7 +369,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _is_mid_step(self) -> bool:
         """Whether closing now would break a step, or lose gradients that have no other copy."""
         gradients = self.engine.gradients
-        held = gradients.any_released or gradients.any_in_sums or gradients.accumulating
+        held = gradients.any_released or bool(gradients.params_with_sums) or self.gradient_source.accumulating
         return self.engine.usable and (self._step_guard.is_stepping or held)
 
     @property
@@ -386,6 +398,3 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         raise TypeError(
             "A Tidegate optimizer owns threads and buffers and cannot be copied or pickled; use state_dict()."
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__getstate__()

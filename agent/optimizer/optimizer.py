@@ -57,6 +57,10 @@ class Optimizer(OffloadedOptimizer):
     arguments that cannot work. Call `close()` at the end, or use the optimizer as a context manager.
     """
 
+    _gradient_factor = staticmethod(gradient_factor)
+    """Computes the factor for all gradients (loss scale and clipping). A subclass may round as another framework
+    does."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -71,9 +75,6 @@ class Optimizer(OffloadedOptimizer):
         found = implementation(rule)
         super().__init__(params, found, defaults_of(found.rule, {**hyperparameters, "maximize": maximize}), offload)
         self.max_grad_norm = max_grad_norm
-        self.make_factor: Callable[[float, float, float | None], float] = gradient_factor
-        """Function that computes the factor for all gradients (loss scale and clipping): `gradient_factor`, or one with
-        the same signature that rounds as another framework does."""
         self.boundaries: list[Callable[[int], None]] = []
         """Functions that are called at the end of each `step()`, on all ranks, with the number of the next step. Knobs
         are changed in these calls."""
@@ -97,7 +98,7 @@ class Optimizer(OffloadedOptimizer):
                 loss = closure()
         self.wait()
         self._follow_params()
-        has_gradients = self.engine.gradients.any_in_sums or any(p.grad is not None for p in self._params)
+        has_gradients = bool(self.engine.gradients.params_with_sums) or any(p.grad is not None for p in self._params)
         self._ineffective.observe_call(len(self._params), has_gradients)
         if not has_gradients:
             return loss
@@ -111,7 +112,7 @@ class Optimizer(OffloadedOptimizer):
                 if self.engine.num_updates_begun != num_begun:
                     self.engine.fail_uncounted_step(error)
                 raise
-            self._step_results.deliver(background=self.background)
+            self._step_results.deliver(background=self._in_background)
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
@@ -120,8 +121,9 @@ class Optimizer(OffloadedOptimizer):
         """Updates the weights with the engine, and counts the step."""
         with self.phases.exposed():
             inputs = step_inputs(
-                self._implementation, self.param_groups, self._steps, loss_scale, self.max_grad_norm, self.make_factor
-            )
+                self._implementation, self.param_groups, self._steps, loss_scale, self.max_grad_norm,
+                self._gradient_factor,
+            )  # fmt: skip
             had_stepped, self._has_stepped = self._has_stepped, True
             updated = self.engine.step(inputs)
             self._has_stepped = had_stepped or bool(updated)
@@ -132,7 +134,7 @@ class Optimizer(OffloadedOptimizer):
             if updated:
                 self._ineffective.observe_update(updated, self._params)
             self.phases.began_at(self.engine.gradients_made_at, before="backward")
-            if not self.background:
+            if not self._in_background:
                 self._step_results.wait_for_update()
         self.num_steps += 1
         self.phases.enter("other")
@@ -164,11 +166,11 @@ class Optimizer(OffloadedOptimizer):
     def accumulate(self) -> Iterator[None]:
         """Context manager for backward passes that are not the last of their step. Needed with gradients="release",
         where the gradients of a backward pass outside of it are taken as the final ones of the step."""
-        before, self.engine.gradients.accumulating = self.engine.gradients.accumulating, True
+        before, self.gradient_source.accumulating = self.gradient_source.accumulating, True
         try:
             yield
         finally:
-            self.engine.gradients.accumulating = before
+            self.gradient_source.accumulating = before
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -204,7 +206,7 @@ class Optimizer(OffloadedOptimizer):
         """
         self.wait()
         self._follow_before_first_step()
-        self.engine.require_usable()
+        self.engine.usability.require()
         self.engine.drop_plan()
         with self.phases.within("checkpoint"):
             self.engine.weights.adapt_to_edits(reading=True)
@@ -225,7 +227,7 @@ class Optimizer(OffloadedOptimizer):
 
         Raises ConfigError, with nothing changed, if the state belongs to another model or another update rule.
         """
-        self.engine.require_loadable()
+        self.engine.usability.require_loadable()
         self._follow_params()
         given = state_dicts.apply_load_pre_hooks(self, state_dict)
         state, others = state_dicts.by_position(given)
@@ -238,7 +240,7 @@ class Optimizer(OffloadedOptimizer):
             with state_dicts.without_torch_load_hooks(self):
                 # torch's own loader would cast state to the dtype of the weight.
                 super().load_state_dict({"state": others, "param_groups": given["param_groups"]})
-            with self.phases.within("checkpoint"), self.engine.replacing_state():
+            with self.phases.within("checkpoint"), self.engine.usability.replacing_state():
                 state_dicts.scatter(self.engine, self._params, state)
                 self._steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self._params))]
                 self._step_results.forget()
@@ -329,7 +331,7 @@ class Optimizer(OffloadedOptimizer):
         another `StateFileError` for other damage. If this damage is found in the data, the optimizer is not usable
         until a complete checkpoint is loaded.
         """
-        self.engine.require_loadable()
+        self.engine.usability.require_loadable()
         self._follow_params()
         if self.engine.usable:
             self.wait()
@@ -366,7 +368,7 @@ class Optimizer(OffloadedOptimizer):
             check_distinct(self.param_groups[-1]["params"])
             return
         self.wait()
-        self.engine.require_usable()
+        self.engine.usability.require()
         self._follow_params()
         self.engine.drop_plan()
         with DelayInterrupt():

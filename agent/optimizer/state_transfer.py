@@ -57,7 +57,7 @@ def check_transferable(engine: Engine, has_state: bool, moved: str, reordered: b
     has_state: whether parameters were updated or a state was loaded. moved: name of a parameter that was moved.
     reordered: whether parameters were replaced by others, or have another shape or order in memory.
     """
-    if engine.gradients.any_released or engine.gradients.any_in_sums:
+    if engine.gradients.any_released or engine.gradients.params_with_sums:
         raise ParameterError(
             f"Parameter {moved} was moved or converted, or put into another param group, after a backward whose "
             "gradients were released already: these belong to the parameter as it was before. Drop them with "
@@ -115,10 +115,3 @@ def gather_for_transfer(engine: Engine, params: Sequence[torch.Tensor], steps: S
         i: {name: value for name, value in state.items() if i in unchanged or name not in AUX_NAMES}
         for i, state in state_dicts.gather(engine, params, steps).items()
     }
-
-
-def transfer_backward_flags(old: Engine, new: Engine) -> None:
-    """Copies two flags that apply to the current backward pass and later ones: `accumulating` (the pass is not the last
-    of its step) and `gradients_come_reduced` (reduced gradients come separately, with `overlap_ddp`)."""
-    new.gradients.accumulating = old.gradients.accumulating
-    new.gradients_come_reduced = old.gradients_come_reduced

@@ -27,15 +27,17 @@ class LocalShard(torch.nn.Parameter):
     groups: process groups whose ranks have the other shards.
     tail: number of its last elements that do not fill a vector of DeepSpeed's CPU kernel. The update rule
         "deepspeed_adamw" reads it.
+    subgroup: number of DeepSpeed's subgroup that it belongs to, on which the rounding of the gradient norm depends.
     """
 
     groups: Groups
     tail: int
+    subgroup: int
 
-    def __new__(cls, data: torch.Tensor, groups: Groups, tail: int = 0) -> LocalShard:
+    def __new__(cls, data: torch.Tensor, groups: Groups, tail: int, subgroup: int) -> LocalShard:
         # `data.data` has a version of its own: else an edit of one shard in a buffer would count as an edit of all.
         part: LocalShard = torch.Tensor._make_subclass(cls, data.data, False)
-        part.groups, part.tail = groups, tail
+        part.groups, part.tail, part.subgroup = groups, tail, subgroup
         return part
 
 

@@ -8,12 +8,13 @@ rounding to fp32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidegate.agent.parameters.shards import LocalShard
+from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.errors import ConfigError
 
 
@@ -21,12 +22,11 @@ class ZeroNorm:
     """Computes the gradient norm over all ranks, rounded as in DeepSpeed. It is used in place of `NormOverRanks`. All
     ranks must call `total` in the same step if parameters are divided among ranks.
 
-    parts: this rank's partitions of the parameters, all divided among the same ranks.
-    subgroups: for each part, the number (from 0) of the DeepSpeed subgroup that it belongs to.
+    parts: this rank's partitions of the parameters (`LocalShard`), all divided among the same ranks.
     """
 
-    def __init__(self, parts: Sequence[LocalShard], subgroups: Sequence[int]) -> None:
-        self._subgroups = list(subgroups)
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._subgroups = [part.subgroup for part in parts]
         self._groups, self._device = parts[0].groups, parts[0].device
 
     def extend(self, params: Sequence[torch.Tensor]) -> None:
@@ -59,3 +59,10 @@ def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) ->
     one, loss_scale = np.float32(1), np.float32(1.0 / unscale)
     clip = (np.float32(norm) / loss_scale + np.float32(1e-6)) / np.float32(max_grad_norm)
     return float(one / (max(clip, one) * loss_scale))
+
+
+class ZeroRoundedOptimizer(Optimizer):
+    """A `tidegate.Optimizer` that rounds gradient norm and factor as ZeRO-3 does. Its parameters are `LocalShard`s."""
+
+    _norm_over_ranks = ZeroNorm
+    _gradient_factor = staticmethod(gradient_factor)

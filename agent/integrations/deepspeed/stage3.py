@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from tidegate.agent.integrations.deepspeed import state as states
-from tidegate.agent.integrations.deepspeed.norm import ZeroNorm, gradient_factor
+from tidegate.agent.integrations.deepspeed.norm import ZeroRoundedOptimizer
 from tidegate.agent.integrations.deepspeed.state import MOMENTS, FlatPosition, FlatState
 from tidegate.agent.integrations.deepspeed.vectors import vector_numel
 from tidegate.agent.optimizer.offload import Offload
@@ -75,7 +75,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             for param in params:
                 numel = param.partition_numel()
                 tail = min(max(offset + numel - tail_begins, 0), numel)
-                part = LocalShard(flat.narrow(0, offset, numel), self._groups_of(param), tail)
+                part = LocalShard(flat.narrow(0, offset, numel), self._groups_of(param), tail, subgroup)
                 if part.dtype != self.gradient_accumulation_dtype:
                     part.grad_dtype = self.gradient_accumulation_dtype
                 self._numbers[param.ds_id] = len(self._positions)
@@ -85,16 +85,14 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._sources = list(by_group)
         """For each param group of Tidegate's optimizer, the number of the DeepSpeed param group that it was made
         from."""
-        self.tidegate = Optimizer(
+        self.tidegate = ZeroRoundedOptimizer(
             [{"params": by_group[source], **self._hyperparameters(source)} for source in self._sources],
             "deepspeed_adamw" if is_cpu_adam else "adamw", decoupled_weight_decay=is_decoupled(self.optimizer),
             max_grad_norm=self.clip_grad or None, offload=self._offload,
         )  # fmt: skip
-        self.tidegate.make_factor = gradient_factor
         self.tidegate.observers.append(self._on_step)
         self._parts: list[LocalShard] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
-        self.tidegate.engine.sum_norms_with(ZeroNorm(self._parts, [one.subgroup for one in self._positions]))
         self._drop_flats()
         for group in self.optimizer.param_groups:
             group["params"] = []
@@ -138,17 +136,16 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def _take_gradient(self, number: int, gradient: torch.Tensor, last: bool) -> None:
         """Adds this rank's part of a gradient to its sum; copies the first of a step, as DeepSpeed reuses its buffer.
         `number`: number of the part in `tidegate`. `last`: whether this backward completes the sum."""
-        part, gradients = self._parts[number], self.tidegate.engine.gradients
+        part = self._parts[number]
         if self.micro_step_id == 0 or part.grad is None:
             own = gradient.new_zeros(part.numel(), dtype=self.gradient_accumulation_dtype)
             own[: gradient.numel()] = gradient.view(-1)
             part.grad = own
         else:
             part.grad[: gradient.numel()] += gradient.view(-1).to(part.grad.dtype)
-        gradients.accumulating = not last
-        if last or self._offload.accumulation != "device":
-            self.tidegate._gradient_arrived(number)
-        gradients.accumulating = False
+        with nullcontext() if last else self.tidegate.accumulate():
+            if last or self._offload.accumulation != "device":
+                self.tidegate._gradient_arrived(number)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Does nothing, unlike DeepSpeed's method: the engine uses the accumulated gradients when the step begins."""

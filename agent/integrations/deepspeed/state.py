@@ -93,7 +93,7 @@ def idle_engine(optimizer: Optimizer) -> Engine:
     model, their fp32 weights in the state are set to the changed values first."""
     optimizer.wait()
     engine = optimizer.engine
-    engine.require_usable()
+    engine.usability.require()
     engine.drop_plan()
     engine.weights.adapt_to_edits()
     return engine

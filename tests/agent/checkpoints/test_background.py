@@ -19,6 +19,7 @@ import torch
 
 import tidegate
 from tests.agent.checkpoints.saving import WAYS, Run, both, files_of, links, names_in, other_ways, state_files
+from tests.agent.optimizer.background import update_in_background
 from tidegate.agent.checkpoints import background as draining
 from tidegate.agent.checkpoints import writer
 from tidegate.agent.checkpoints.background import PendingCheckpoint
@@ -460,6 +461,7 @@ def test_how_far_it_is_can_be_seen(
 
 ENDS = """
 import sys, torch, tidegate
+from tests.agent.optimizer.background import update_in_background
 from tidegate.agent.checkpoints import background as drain
 at, how = sys.argv[1:]
 write = drain.write_state
@@ -470,7 +472,7 @@ drain.write_state = slow
 params = [torch.nn.Parameter(torch.ones(4000))]
 optimizer = tidegate.AdamW(params, offload=tidegate.Offload(subgroup_numel=500, stride="off"))
 if how == "in an update":
-    optimizer.background = True  # as `tidegate.overlap_forward` does
+    update_in_background(optimizer)
 def step():
     params[0].grad = torch.ones(4000)
     optimizer.step()
@@ -488,7 +490,7 @@ def test_an_update_that_is_done_but_not_waited_for_holds_up_no_drain(tmp_path: P
     """`step()` returns before the update is done, and the next `wait` may be the one for the checkpoint."""
     param = torch.nn.Parameter(torch.ones(4000))
     with tidegate.AdamW([param], offload=tidegate.Offload(subgroup_numel=500, stride="off")) as optimizer:
-        optimizer.background = True
+        update_in_background(optimizer)
         param.grad = torch.ones(4000)
         optimizer.step()
         pending = optimizer.begin_checkpoint(tmp_path)

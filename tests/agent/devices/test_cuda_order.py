@@ -24,6 +24,7 @@ from tests.agent.devices.fake_cuda import FakeCuda
 from tests.agent.devices.fake_memory import dies_of
 from tests.agent.devices.fake_training import FakeTraining, fake_training
 from tests.agent.engine.test_exactness import make_params, random_grads
+from tests.agent.optimizer.background import update_in_background
 from tests.services import until
 from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
@@ -74,7 +75,8 @@ class Case:
             paths=paths,
             **self.storage(choices),
         ) as training:
-            training.optimizer.background = self.background
+            if self.background:
+                update_in_background(training.optimizer)
             for step in range(7):
                 one_step(training, choices, 100 * self.seed + 10 * step)
             training.optimizer.wait()
@@ -348,7 +350,7 @@ NEEDED = (
     "host waits for d2h in StateMemory._load_to_host < StateMemory.arrays",
     "host waits for d2h in Executor._spans < Executor.cancel",
     "host waits for d2h in Executor._spans < Executor.finish",
-    "host waits for device in GradientMemory.wait_for_oldest < Engine._wait_for_gradient_memory",
+    "host waits for device in GradientMemory.wait_for_oldest < GradientRouting.wait_for_memory",
     "host waits for device in MemoryRunner._norm < MemoryRunner.run",
     "host waits for device in Executor._spans < Executor.cancel",
     "host waits for device in Executor._spans < Executor.finish",
@@ -371,7 +373,7 @@ NEEDED = (
 
 IMPLIED = {
     "host waits for device in cpu_update after norm": "NORM waits for its own result before it counts as issued",
-    "host waits for d2h in GradientMemory.wait_for_oldest < Engine._wait_for_gradient_memory": (
+    "host waits for d2h in GradientMemory.wait_for_oldest < GradientRouting.wait_for_memory": (
         "it bounds memory and orders nothing"
     ),
 }

@@ -17,6 +17,7 @@ from tests.agent.devices.fake_cuda import FakeStream
 from tests.agent.devices.fake_training import fake_training
 from tests.agent.devices.test_cuda_order import SHAPES, one_step
 from tests.agent.engine.test_exactness import backward, make_params, random_grads
+from tests.agent.optimizer.background import update_in_background
 from tests.agent.optimizer.test_optimizer import params_of
 from tidegate.agent.devices.base import Copy
 from tidegate.agent.devices.cuda import CudaDevice
@@ -123,7 +124,8 @@ def test_the_update_begins_when_the_device_has_made_the_gradients(gradients: Any
     fake, seen = RunsAhead(), []
     with fake_training(fake, params, gradients=gradients, stride=2.0, subgroup_numel=100) as training:
         training.optimizer.observers.append(lambda result, phases: seen.append((result, phases)))
-        training.optimizer.background = background
+        if background:
+            update_in_background(training.optimizer)
         training.train(random_grads(params, 0, some=False))
         training.optimizer.wait()
         training.zero_grad()

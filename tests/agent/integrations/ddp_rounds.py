@@ -49,7 +49,7 @@ def train(
         for param, mean in zip(ddp.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad, mean)
         for optimizer in optimizers:
-            if optimizer.engine.gradients_come_reduced:
+            if optimizer.gradient_source.collectives:
                 wait_for_copies(optimizer)
         early = [len(optimizer.engine._executor.done_early()) for optimizer in optimizers]
         for optimizer, plain in zip(optimizers, plains, strict=True):

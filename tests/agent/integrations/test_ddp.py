@@ -67,7 +67,7 @@ def test_what_is_refused_leaves_the_model_without_a_hook() -> None:
     with tidegate.AdamW(ddp.parameters(), offload=tidegate.Offload(gradients="release")) as released:
         with pytest.raises(ConfigError, match='needs gradients="keep"'):
             tidegate.overlap_ddp(released, ddp)
-        assert not released.engine.gradients_come_reduced
+        assert not released.gradient_source.collectives
     ddp.register_comm_hook(None, allreduce_hook)  # DDP takes one hook: it has none yet
 
 
@@ -90,8 +90,8 @@ def test_after_close_results_are_exact_and_nothing_comes_reduced() -> None:
 
         with tidegate.overlap_ddp(optimizer, ddp) as overlap:
             train(3)
-            assert optimizer.engine.gradients_come_reduced
-        assert not optimizer.engine.gradients_come_reduced
+            assert optimizer.gradient_source.collectives
+        assert not optimizer.gradient_source.collectives
         train(3)
         overlap.close()
         tidegate.overlap_ddp(optimizer, ddp)

@@ -11,6 +11,7 @@ import torch
 
 import tidegate
 from tests.agent.engine.test_exactness import FAST, backward, random_grads
+from tests.agent.optimizer.background import update_in_background
 from tests.agent.optimizer.test_optimizer import MIXED, params_of, run_steps
 from tests.agent.plain_adamw import PlainAdamW
 from tidegate.errors import ParameterError
@@ -162,7 +163,7 @@ def test_state_on_storage_paths_cannot_change_groups(tmp_path: Path) -> None:
 def test_while_an_update_goes_on_in_the_background() -> None:
     params = params_of(*SHAPES)
     with tidegate.AdamW(params, offload=MIXED) as optimizer:
-        optimizer.background = True
+        update_in_background(optimizer)
         plain = plain_of(optimizer)
         for step in range(4):
             grads = random_grads(params, step, some=False)

@@ -353,7 +353,7 @@ def test_what_is_never_called_or_was_cut_short_is_waited_for() -> None:
     with optimizer, tidegate.overlap_forward(optimizer, model) as overlap:
         with pytest.raises(IndexError):
             model(torch.tensor([[99]]))  # no such token: the forward fails after the embedding was called
-        assert not optimizer.background
+        assert not overlap.in_background
         assert overlap._learner is None
         blocks, model.blocks = model.blocks, torch.nn.ModuleList(list(model.blocks)[:1])
         model(tokens(0)).square().mean().backward()

@@ -15,6 +15,7 @@ import torch
 
 import tidegate
 from tests.agent.engine.test_exactness import FAST, backward, random_grads
+from tests.agent.optimizer.background import update_in_background
 from tests.agent.optimizer.test_optimizer import MIXED, params_of, run_steps
 from tests.agent.plain_adamw import PlainAdamW
 from tidegate.errors import EngineError, ParameterError
@@ -99,7 +100,7 @@ def test_an_update_that_goes_on_in_the_background_is_waited_for() -> None:
     params = params_of(*SHAPES)
     earlier = tidegate.AdamW(params, offload=MIXED)
     plain = PlainAdamW([dict(group) for group in earlier.param_groups])
-    earlier.background = True
+    update_in_background(earlier)
     grads = random_grads(params, 0, some=False)
     backward(params, grads)
     earlier.step()

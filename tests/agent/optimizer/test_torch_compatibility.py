@@ -10,6 +10,7 @@ import torch
 
 import tidegate
 from tests.agent.engine.test_exactness import FAST, backward, random_grads
+from tests.agent.optimizer.background import update_in_background
 from tests.agent.optimizer.test_awkward_moments import grads_of, plain_of
 from tests.agent.optimizer.test_optimizer import MIXED, params_of, run_steps
 from tests.agent.plain_adamw import PlainAdamW
@@ -416,7 +417,7 @@ def test_a_schedule_that_changes_lr_in_place_does_not_reach_an_update_under_way(
     offload = tidegate.Offload(stride=2.0, subgroup_numel=50, gradients="release")
     with tidegate.AdamW(params, lr=torch.tensor(0.1), offload=offload) as optimizer:
         plain = PlainAdamW([{**group, "lr": float(group["lr"])} for group in optimizer.param_groups])
-        optimizer.background = True
+        update_in_background(optimizer)
         grads = random_grads(params, 0, some=False)
         backward(params, grads)
         optimizer.step()

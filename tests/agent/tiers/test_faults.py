@@ -425,7 +425,7 @@ def test_whatever_fails_weights_are_right_or_the_loss_is_said(
                 lost += 1
                 assert lost <= 3 * 100
                 with pytest.raises(EngineError, match="StateLost"):
-                    pair.optimizer.engine.require_usable()
+                    pair.optimizer.engine.usability.require()
                 pair.optimizer.zero_grad()
                 saved.load(pair)
             else:
