@@ -21,13 +21,17 @@ def rank_predictor(optimizer: OffloadedOptimizer, recorder: Recorder) -> Predict
 
 
 def rank_of(engine: Engine) -> Rank:
-    """The rank as the model needs it. Capacities are those with which the last step was planned."""
+    """The rank as the model needs it. Capacities are those with which the last step was planned, but
+    0 for a path that has failed since."""
+    known = {} if engine.residences is None else engine.residences.known_capacity
+    retired = () if engine.store is None else tuple(engine.store.retired)
     return Rank(
         subgroups=engine.subgroups,
         num_slots=engine.num_slots,
         host_slots=engine.host_slots,
         gradients=engine.gradients.mode,
-        capacity={} if engine.residences is None else engine.residences.known_capacity,
+        capacity={**known, **dict.fromkeys(retired, 0)},
+        retired=retired,
         gradient_order=engine.routing.order,
         step_at=engine.planner.step_at,
         path_speeds=engine.planner.path_speeds,

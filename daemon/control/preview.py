@@ -133,7 +133,13 @@ def _prediction_inputs(run: Run) -> PredictionInputs | None:
     phases = dict.fromkeys(phase for step in steps for phase in step.phase_seconds)
     typical = {phase: median(step.phase_seconds.get(phase, 0.0) for step in steps) for phase in phases}
     # An agent of the version before sends no evidence.
-    evidence = ModelEvidence(backward_seconds=typical.get("backward"), capacity=_capacity(member))
+    states = member.recent[-1].path_states if member.recent else ()
+    retired = {state.path: 0 for state in states if state.retired}
+    evidence = ModelEvidence(
+        backward_seconds=typical.get("backward"),
+        capacity={s.path: s.capacity_subgroups for s in states if s.capacity_subgroups is not None} | retired,
+        retired=tuple(retired),
+    )
     first = member.applied.get(run.control.committed.number, 0)
     # State that is still spilled during the next forward belongs to the update, too.
     measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps if step.step >= first]
@@ -146,12 +152,6 @@ def _prediction_inputs(run: Run) -> PredictionInputs | None:
         measured_seconds=tuple(seconds for seconds in measured if seconds > 0),
         device_free_bytes=_device_free_bytes(member, steps),
     )
-
-
-def _capacity(member: Member) -> dict[str, int]:
-    states = member.recent[-1].path_states if member.recent else ()
-    held = {state.path: 0 if state.retired else state.capacity_subgroups for state in states}
-    return {path: most for path, most in held.items() if most is not None}
 
 
 def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:

@@ -49,5 +49,13 @@ def test_what_fits_on_no_path_is_refused_in_the_same_words_as_by_a_rank() -> Non
         assert "12 subgroups do not fit on the paths: nvme takes 5" in said({"nvme": 5, "pfs": 2}, split)
 
 
+def test_a_full_path_is_none_that_has_failed() -> None:
+    """What a failed path cannot take may stay in host memory; what a full one cannot take is refused, as by a rank."""
+    for capacity, split in (({"nvme": 0}, (("nvme", 1.0),)), ({"nvme": 0, "pfs": 3}, None)):
+        assert "12 subgroups do not fit on the paths" in said(capacity, split)
+        rank = Rank(subgroups(12), 2, SLOTS, capacity=capacity, retired=["nvme"])
+        assert capacity_shortfall(rank, EffectiveKnobs("off", 0.0, tier_split=split), STORED) == ""
+
+
 def test_a_rank_without_paths_has_none_to_fill() -> None:
     assert capacity_shortfall(Rank(subgroups(4), 2), EffectiveKnobs("off", 0.0), STORED) == ""

@@ -282,7 +282,8 @@ def test_a_path_that_is_hardly_worth_it_keeps_one_subgroup_as_in_the_engine() ->
 @pytest.mark.parametrize("count", [40, 960])
 def test_a_retired_path_gets_nothing_and_a_small_one_what_it_holds(split: Split, count: int) -> None:
     def stored_on(capacity: dict[str, int]) -> list[int]:
-        rank = Rank(subgroups(count), 2, SLOTS, capacity=capacity)
+        retired = [path for path, most in capacity.items() if not most]
+        rank = Rank(subgroups(count), 2, SLOTS, capacity=capacity, retired=retired)
         found = what_if(rank, EffectiveKnobs("off", 0.0, split), STORED)
         return [round(found.link_bytes[f"{path}:read"] / 10**9) for path in SLOTS] + [
             round(found.host_bytes["state"] / 10**9)

@@ -133,7 +133,7 @@ def _on_host(found: PlacementFit, share: NodeShare) -> PlacementFit:
     if not machine.paths or not stored:
         return replace(found, host=host, shortages=(_host_shortage(host, room, machine),))
     capacity = _capacity(found.rank.subgroups[0], share)
-    # A path that cannot hold one subgroup is left out, because a capacity of 0 means that a path was retired.
+    # A path that cannot hold one subgroup is of no use.
     usable = [path.name for path in machine.paths if capacity.get(path.name) != 0]
     unit = stored[0].nbytes("state")
     if not usable:

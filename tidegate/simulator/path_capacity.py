@@ -27,8 +27,7 @@ def capacity_shortfall(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -
         return str(error)
     if effective.tier_split is None:
         return ""
-    retired = {path: most for path, most in rank.capacity.items() if not most}
-    wanted = _stored(replace(rank, capacity=retired), effective, rates)
+    wanted = _stored(replace(rank, capacity=dict.fromkeys(rank.retired, 0)), effective, rates)
     full = [
         f"path {path} would get {count:,} subgroups and can hold {given[path]:,}"
         for path, count in wanted.items()

@@ -56,6 +56,7 @@ class Predictor:
             backward_seconds=self.backward_seconds,
             path_speeds={path: PathSpeed(**asdict(speeds)) for path, speeds in (rank.path_speeds or {}).items()},
             capacity=dict(rank.capacity),
+            retired=tuple(rank.retired),
             gradient_budget_bytes=None if budget is None else max(0, budget.device_bytes),
             most_gradient_bytes=0 if budget is None else budget.most_bytes,
         )
@@ -71,6 +72,7 @@ def predictor_of(hello: AgentHello, evidence: ModelEvidence, rates: RateCard) ->
         host_slots=dict.fromkeys(hello.paths, hello.host_slots),
         gradients=hello.gradients,
         capacity=evidence.capacity,
+        retired=evidence.retired,
         gradient_order=None if evidence.gradient_order is None else _ids(evidence.gradient_order),
         step_at=evidence.step_at,
         path_speeds=speeds or None,

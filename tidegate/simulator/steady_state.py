@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -41,11 +41,12 @@ class Rank:
     """The properties of a rank that knobs do not change: its subgroups, and its staging slots on the device and in host
     memory.
 
-    host_slots: host slots of each path. capacity: most subgroups of each path, 0 for a retired path; without limit
-    where absent. gradient_order: ids of all subgroups in the order in which their gradients arrive; None for the
-    reverse order of ids. step_at: seconds after the first gradient at which plans expect `step()`; None to derive it
-    from the length of the backward. path_speeds: speeds by which the engine orders ops; None for the speeds of the rate
-    card. gradient_budget: limits of the device memory for released gradients; None for no limit.
+    host_slots: host slots of each path. capacity: most subgroups of each path; without limit where absent. retired:
+    paths that have failed and are not used any more. gradient_order: ids of all subgroups in the order in which their
+    gradients arrive; None for the reverse order of ids. step_at: seconds after the first gradient at which plans expect
+    `step()`; None to derive it from the length of the backward. path_speeds: speeds by which the engine orders ops;
+    None for the speeds of the rate card. gradient_budget: limits of the device memory for released gradients; None for
+    no limit.
     """
 
     subgroups: Sequence[Subgroup]
@@ -53,6 +54,7 @@ class Rank:
     host_slots: Mapping[str, int] = field(default_factory=dict)
     gradients: GradientMode = "keep"
     capacity: Mapping[str, int] = field(default_factory=dict)
+    retired: Collection[str] = ()
     gradient_order: Sequence[int] | None = None
     step_at: float | None = None
     path_speeds: Mapping[str, PathSpeeds] | None = None
@@ -184,8 +186,7 @@ def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list
     """
     tier, orders = None, [step_order(effective, 0)]
     if rank.host_slots:
-        retired = [path for path, most in rank.capacity.items() if not most]
-        tier = TierState(speeds=speeds_of(rates, rank.host_slots), capacity=rank.capacity, retired=retired)
+        tier = TierState(speeds=speeds_of(rates, rank.host_slots), capacity=rank.capacity, retired=rank.retired)
         orders = [step_order(effective, turn) for turn in range(1 + effective.alternate)]
     decided = [next_residences(rank.subgroups, effective, tier, order) for order in orders]
     return [

@@ -73,7 +73,9 @@ class ModelEvidence(Message):
     path_speeds: Annotated[dict[PathName, PathSpeed], Field(max_length=64)] = {}
     """Speeds by which plans order the ops on paths."""
     capacity: Annotated[dict[PathName, Count], Field(max_length=64)] = {}
-    """Most subgroups of each path, 0 for a retired path; without limit where absent."""
+    """Most subgroups of each path; without limit where absent."""
+    retired: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
+    """Paths that have failed and are not used any more."""
     gradient_budget_bytes: Count | None = None
     """Device memory for weights, state and released gradients; None where gradients are kept until `zero_grad()`."""
     most_gradient_bytes: Count = 0
