@@ -7,7 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -21,11 +22,12 @@ from tidegate.knobs.knobs import Knobs
 from tidegate.logs import event
 from tidegate.plan import Subgroup
 from tidegate.simulator.predictor import size_runs
-from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
+from tidegate.wire.base import Message
 from tidegate.wire.translation import view_of
 
 log = logging.getLogger("tidegate")
+M = TypeVar("M", bound=Message)
 
 
 class RankMessages:
@@ -39,8 +41,8 @@ class RankMessages:
         self._agent = uuid.uuid4().hex
         self._registered: Sequence[Subgroup] = ()
         """Subgroups in the last registration message."""
-        self._rates_refused = False
-        """Whether it was logged that rates are not reported."""
+        self._refused: set[str] = set()
+        """Events that were logged: parts of reports that are not sent."""
 
     def renew_agent(self) -> None:
         """Gives the rank a new agent id, as after a restart."""
@@ -53,8 +55,8 @@ class RankMessages:
         reset_knobs: whether the settings of the optimizer replace the knobs that the run had before.
         """
         engine, device, offload = self._optimizer.engine, self._optimizer.device, self._optimizer.offload
-        self._registered = engine.subgroups
-        return AgentHello(
+        subgroups = engine.subgroups
+        message = AgentHello(
             agent=self._agent,
             run=self._run,
             rank=self._ranks.rank,
@@ -65,7 +67,7 @@ class RankMessages:
             metrics_address=metrics_address,
             knobs=self._optimizer.knobs.as_dict(),
             reset_knobs=reset_knobs,
-            subgroups=size_runs(self._registered),
+            subgroups=size_runs(subgroups),
             num_slots=engine.num_slots,
             device_memory_bytes=device.capacity_bytes,
             host_slots=offload.host_slots,
@@ -75,6 +77,8 @@ class RankMessages:
             started_at=self._started_at,
             process=this_process(),
         )
+        self._registered = subgroups  # not if the message was refused: the daemon has the one before
+        return message
 
     # ---- for the threads of the link
 
@@ -92,8 +96,8 @@ class RankMessages:
             phase=self._optimizer.phases.current,
             generation=self._applied.generation,
             effective=self._optimizer.effective_knobs(),
-            rates=None if rates is None else self._rates_message(rates),
-            evidence=predictor.evidence(self._registered),
+            rates=None if rates is None else self._accepted(lambda: Rates(**rates.to_dict()), "rates_refused"),
+            evidence=self._accepted(lambda: predictor.evidence(self._registered), "evidence_refused"),
             steps=recorder.take_unreported(),
             timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,
@@ -107,17 +111,18 @@ class RankMessages:
         """Raises ConfigError when the knobs cannot work on this rank."""
         self._optimizer.check_knobs(knobs)
 
-    def _rates_message(self, rates: RateCard) -> Rates | None:
-        """Converts a rate card for a report. None if the daemon would reject its values: this is logged once, and the
-        report is sent without rates."""
+    def _accepted(self, build: Callable[[], M], refusal: str) -> M | None:
+        """A part of a report; None if its values are out of the bounds that the daemon allows. That is logged once, as
+        the event `refusal`, and the report is sent without this part."""
         try:
-            return Rates(**rates.to_dict())
+            return build()
         except ValidationError as error:
-            if not self._rates_refused:
+            if refusal not in self._refused:
                 log.warning(
-                    "the measured speeds of this machine are out of bounds, and are not sent to the daemon: %s",
+                    "%s of this rank are out of bounds, and are not sent to the daemon: %s",
+                    "the measured speeds" if refusal == "rates_refused" else "the inputs of predictions",
                     error,
-                    extra=event("rates_refused"),
+                    extra=event(refusal),
                 )
-            self._rates_refused = True
+            self._refused.add(refusal)
             return None

@@ -16,6 +16,7 @@ from tests.examples import examples
 from tidegate.agent.integrations.deepspeed.settings import settings_of
 from tidegate.capacity.footprint import FRAMEWORK_HOST_BYTES, SUMS_STAGING_BYTES, device_room, host_room
 from tidegate.capacity.machine import GPUS, Machine, PlannedPath, Workload, parse_path
+from tidegate.capacity.many_ranks import NodeShare
 from tidegate.capacity.model_shapes import MODELS, PAPER_MODELS, ModelShape, model_from, model_from_config
 from tidegate.capacity.pass_times import gather_seconds
 from tidegate.capacity.placement_fit import fit
@@ -25,6 +26,7 @@ from tidegate.capacity.recipe import settings as recipe
 from tidegate.capacity.recommendations import best_changes
 from tidegate.errors import ConfigError
 from tidegate.knobs.knobs import OFF
+from tidegate.simulator.steady_state import steady_steps
 
 NVME = parse_path("nvme:6.9/5.3")
 PFS = parse_path("pfs:3.6/3.6")
@@ -202,6 +204,27 @@ def test_the_configuration_to_paste_is_one_that_the_engine_takes(name: str) -> N
     assert Offload(**block["tidegate"]) == offload
     # Hugging Face's trainers refuse the word where it is not one of theirs.
     assert '"auto"' not in json.dumps(block)
+
+
+@pytest.mark.parametrize(("memory", "num_slots"), [(24e9, 2), (40e9, 2), (40e9, 8)])
+def test_released_gradients_have_the_memory_that_the_recipe_gives_them(memory: float, num_slots: int) -> None:
+    """Those of subgroups that live on the GPU or are staged stay there until the update, if there is room; the rest is
+    spilled, into slots that have room for it."""
+    machine = Machine(gpus=4, gpu_memory_bytes=memory, host_memory_bytes=2e12)
+    plan = plan_capacity(MODELS["13B"], machine, Workload(num_slots=num_slots))
+    assert plan.fits
+    assert plan.fit.gradients == "release"
+    (step,) = steady_steps(plan.fit.rank, plan.fit.effective, NodeShare(machine, plan.work).card)
+    device = plan.fit.device
+    assert device["state"] + device["slots"] == step.device_bytes()
+    assert sum(device.values()) <= device_room(machine)
+    kept = [
+        subgroup.nbytes("gradient")
+        for subgroup, placement in zip(plan.fit.rank.subgroups, step.placements, strict=True)
+        if placement.processor == "device" and not placement.spilled
+    ]
+    assert 0 < sum(kept) <= device["gradients"]
+    assert recipe(plan)["gradient_memory_bytes"] == int(device["gradients"])
 
 
 def test_sums_of_micro_batches_are_counted_where_the_recipe_puts_them() -> None:

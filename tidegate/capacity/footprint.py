@@ -34,12 +34,13 @@ def device_bytes(
     """GPU memory of one rank in bytes, by kind of data, without optimizer state. Weights and gradients are sharded over
     all ranks.
 
-    gradients: the share of this rank. Released gradients (`release`) take the memory of at most two subgroups, because
-    each is freed soon after it arrives. gathered: weights that are temporarily whole on each GPU, as many as DeepSpeed
-    keeps by default (`LIVE_PARAMS`, but at least one matrix and at most two blocks), and the gradient of the largest
-    matrix; 0 if there is only one rank. activations: the activations kept between blocks, the working set of one block,
-    and the logits (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", eq. 1, without
-    the attention matrix, because fused attention kernels do not store it).
+    gradients: the share of this rank. With `release`, the memory for two subgroups whose gradients are on their way to
+    host memory; gradients that stay on the GPU until the update come on top (`fit`). gathered: weights that are
+    temporarily whole on each GPU, as many as DeepSpeed keeps by default (`LIVE_PARAMS`, but at least one matrix and at
+    most two blocks), and the gradient of the largest matrix; 0 if there is only one rank. activations: the activations
+    kept between blocks, the working set of one block, and the logits (Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models", eq. 1, without the attention matrix, because fused attention kernels do
+    not store it).
     """
     matrix = max(shape.hidden * shape.ffn, shape.embedding_params)
     gathered = max(matrix, min(LIVE_PARAMS, 2 * shape.block_params)) + matrix

@@ -21,6 +21,8 @@ from tidegate.capacity.model_shapes import ModelShape
 from tidegate.knobs.knobs import OFF
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Subgroup
+from tidegate.plan.residency import GradientBudget
+from tidegate.plan.slot_sizes import device_slot_bytes
 from tidegate.simulator.steady_state import Rank, SteadyStep, steady_steps
 
 
@@ -83,9 +85,11 @@ def fit(
 
     gradients: `release` leaves more free memory on the GPU, and needs some host memory for gradient sums.
     """
-    share = NodeShare(machine, work)
+    share, is_released = NodeShare(machine, work), gradients == "release"
     subgroups = subgroups_of(-(-shape.params // machine.ranks), work)
-    largest, total = subgroups[0].nbytes("state"), sum(s.nbytes("state") for s in subgroups)
+    # A released gradient of a subgroup that lives on the GPU stays there until the update.
+    resident = [s.nbytes("state") + is_released * s.nbytes("gradient") for s in subgroups]
+    slots = work.num_slots * sum(device_slot_bytes(subgroups, gradients=is_released))
     room = device_room(machine)
     device = device_bytes(shape, machine, work, gradients)
     rank = Rank(subgroups, work.num_slots, {}, gradients)
@@ -100,19 +104,22 @@ def fit(
             host={},
             shortages=(short,),
         )
-    may_stage = free >= work.num_slots * largest
-    ratio = (
-        1.0
-        if free >= total
-        else _readable_ratio((free - may_stage * work.num_slots * largest) // largest, len(subgroups))
-    )
+    may_stage = free >= slots
+    ratio = 1.0 if free >= sum(resident) else _readable_ratio((free - may_stage * slots) // resident[0], len(subgroups))
     effective = EffectiveKnobs(OFF, ratio)
-    residents = steady_steps(rank, effective, share.card)[0].device_bytes()
+    step = steady_steps(rank, effective, share.card)[0]
+    on_device = [s for s, placement in zip(subgroups, step.placements, strict=True) if placement.after == "device"]
     device = {
         **device,
-        "state": float(residents),
-        "slots": float(work.num_slots * largest) if may_stage and ratio < 1 else 0.0,
+        "state": float(sum(s.nbytes("state") for s in on_device)),
+        "slots": float(slots) if may_stage and ratio < 1 else 0.0,
     }
+    if is_released:
+        # What is left holds gradients that need not be spilled.
+        left = room - sum(device.values())
+        device["gradients"] = min(device["gradients"] + left, float(sum(s.nbytes("gradient") for s in subgroups)))
+        budget = GradientBudget(int(machine.gpu_memory_bytes), int(device["gradients"]))
+        rank = replace(rank, gradient_budget=budget)
     base = PlacementFit(
         rank=rank, effective=effective, gradients=gradients, device=device, host={}, may_stage=may_stage and ratio < 1
     )

@@ -25,6 +25,8 @@ def settings(plan: CapacityPlan) -> dict[str, Any]:
         "num_slots": work.num_slots,
         "gradients": plan.fit.gradients,
     }
+    if plan.fit.gradients == "release":
+        found["gradient_memory_bytes"] = int(plan.fit.device["gradients"])
     if sums_in_host(work, plan.fit.gradients):
         found["accumulation"] = "host"
     if plan.fit.rank.host_slots:

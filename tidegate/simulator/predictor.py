@@ -23,7 +23,8 @@ from tidegate.wire.evidence import MAX_RUNS, ModelEvidence, PathSpeed, SizeRuns,
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Predicts the updates of one rank. Equal fields give equal predictions, in the agent and in the daemon.
+    """Predicts the updates of one rank. Equal fields give equal predictions, in the agent and in the daemon. Fields are
+    equal there unless a rank has more than MAX_RUNS runs of equal subgroups: the message then loses their order.
 
     backward_seconds: typical length of the backward; None if it is unknown.
     """

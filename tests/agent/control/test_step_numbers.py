@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 import tidegate
 from tests.agent.training import Training
 from tests.daemon.live import Daemon, new_run, threaded, wait_until
 from tidegate.agent.control import link_timing
+from tidegate.agent.control.rank_predictor import rank_predictor
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
+from tidegate.wire import evidence
 
 OFFLOAD = tidegate.Offload(device="emulated", stride=2.0, subgroup_numel=64, cpu_threads=1)
 
@@ -167,3 +170,25 @@ def test_rates_that_cannot_be_hold_up_no_report(
             assert report.rates is None
             assert report.steps
     assert [record.event for record in caplog.records if hasattr(record, "event")].count("rates_refused") == 1
+
+
+def test_subgroups_of_which_the_daemon_does_not_know_hold_up_no_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than it takes: it keeps the registration of before, and reports go on without evidence."""
+    training = Training()
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run="many") as attachment:
+        training.step()
+        messages, known = attachment._messages, optimizer.engine.subgroups
+        messages.hello("", reset_knobs=False)
+        assert messages.report().evidence == rank_predictor(optimizer, attachment.recorder).evidence(known)
+        monkeypatch.setattr(evidence, "MAX_SUBGROUPS", len(known))
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(ValidationError, match="make subgroups larger"):
+            messages.hello("", reset_knobs=False)
+        for _ in range(2):
+            training.step()
+            report = messages.report()
+            assert report.evidence is None
+            assert report.steps
+    assert [record.event for record in caplog.records if hasattr(record, "event")].count("evidence_refused") == 1
