@@ -55,9 +55,9 @@ def check_group(rule: UpdateRule, group: Mapping[str, Any]) -> None:
         if name not in group:
             continue
         value = group[name]
-        expected = len(hyperparameter.default) if isinstance(hyperparameter.default, tuple) else 1
-        if isinstance(value, torch.Tensor) and value.numel() != expected:
-            raise ConfigError(f"{name} is a tensor of {value.numel()} elements: it must have {expected}.")
+        is_one = not isinstance(hyperparameter.default, tuple)
+        if is_one and isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ConfigError(f"{name} is a tensor of {value.numel()} elements: it must have 1.")
         if isinstance(hyperparameter.default, bool):
             check_flag(name, value)
         hyperparameter.check(value)

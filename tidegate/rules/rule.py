@@ -58,9 +58,12 @@ class Hyperparameter:
     below: float | None = None
 
     def check(self, value: Any) -> None:
-        """Raises ConfigError if a number is out of range."""
+        """Raises ConfigError if a number is out of range, or if there are too many or too few numbers."""
         is_one = not isinstance(self.default, tuple)
-        for index, number in enumerate((value,) if is_one else value):
+        numbers = (value,) if is_one or not isinstance(value, Iterable) else tuple(value)
+        if isinstance(self.default, tuple) and len(numbers) != len(self.default):
+            raise ConfigError(f"{self.name}={value!r} has {len(numbers)} numbers: it must have {len(self.default)}.")
+        for index, number in enumerate(numbers):
             if not (number >= self.least and (self.below is None or number < self.below)):
                 name = self.name if is_one else f"{self.name}[{index}]"
                 most = "" if self.below is None else f" and below {self.below:g}"
