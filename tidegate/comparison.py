@@ -69,11 +69,13 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
 
 @lru_cache(maxsize=64)
 def _orders(equal: tuple[int, ...], before: int) -> dict[int, int]:
-    """Counts the ways to choose which times are those before the change, by twice the number of pairs in which the time
-    after the change is the longer one (a pair of equal times counts half).
+    """Exact distribution for the rank test: the number of ways to divide the times into those before and those after
+    the change, for each value of the test statistic.
 
-    equal: how many times are equal, for each different time from the shortest on. before: number of times before the
-    change.
+    A key is twice the statistic, so that it is an integer. The statistic is the number of pairs (a time before, a time
+    after) in which the time after is longer; a pair of equal times counts half.
+
+    equal: how often each different time occurs, from the shortest time on. before: number of times before the change.
     """
     ways = {(0, 0): 1}
     for count in equal:

@@ -59,9 +59,9 @@ def is_below(path: str) -> bool:
 
 
 def _below(path: str) -> str:
-    """Returns the path. ValueError when it leads out of the rank's folder."""
+    """Returns the path. ValueError when it is not a normalised relative path inside the rank's folder."""
     if not is_below(path):
-        raise ValueError("the path of a file below the folder")
+        raise ValueError("the relative path of a file inside the rank's folder")
     return path
 
 
@@ -71,7 +71,7 @@ PathBelow = Annotated[str, AfterValidator(_below)]
 
 
 def fault_of(error: ValidationError) -> WrongManifestError:
-    """The first fault of a manifest that is not as the types of its fields say."""
+    """Converts the first fault that pydantic found in a manifest to a WrongManifestError."""
     first = error.errors(include_url=False)[0]
     *outer, name = ("", *first["loc"])
     where = _place(outer)

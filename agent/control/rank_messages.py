@@ -112,8 +112,8 @@ class RankMessages:
         self._optimizer.check_knobs(knobs)
 
     def _accepted(self, build: Callable[[], M], refusal: str) -> M | None:
-        """A part of a report; None if its values are out of the bounds that the daemon allows. That is logged once, as
-        the event `refusal`, and the report is sent without this part."""
+        """Builds a part of a report with `build`. None if a value is outside the bounds that the daemon allows: then
+        the report is sent without this part, and a warning is logged the first time, with the event name `refusal`."""
         try:
             return build()
         except ValidationError as error:

@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRun(Update):
-    """An update with the implementation of its rule, which can also run it on host threads."""
+    """An `Update` together with the implementation of its rule. `apply` runs the update on host threads."""
 
     implementation: Implementation
 

@@ -24,7 +24,8 @@ class GradientSource:
     this class for all engines that the optimizer builds."""
 
     accumulating: bool = False
-    """Whether the current backward pass is not the last of its step: mode `release` then takes no gradients."""
+    """Whether the current backward pass is not the last one of its step. In mode `release`, its gradients are then not
+    given to a plan: they are added to sums in host memory or, if there are no such sums, stay in `.grad`."""
     collectives: WeakSet[object] = field(default_factory=WeakSet)
     """Objects that give reduced gradients to `GradientRouting.reduced` (see `overlap_ddp`). While there are any, the
     gradients in autograd's hooks are not yet reduced over the ranks, and are not used."""
@@ -64,16 +65,20 @@ class GradientRouting:
         self._gradients.expect_reads([self._layouts[subgroup] for subgroup in gradient_reads(plan)], room_bytes)
 
     def add_to_sum(self, param: int) -> bool:
-        """In mode `release`, adds a gradient of a backward pass before the last one of the step to its sum in host
-        memory. Returns False if the gradient belongs to the plan instead."""
+        """In mode `release`, takes a gradient of a backward pass that is not the last one of its step: adds it to its
+        sum in host memory or, if there are no such sums, leaves it in `.grad`. Returns False if the gradient belongs to
+        the plan instead."""
         summed = self._source.accumulating and self._gradients.mode == "release"
         if summed:
             self._gradients.add_to_sum(param)
         return summed
 
     def accumulated(self, param: int) -> None:
-        """Records the gradient that autograd has just accumulated for a parameter, and allows the copies of subgroups
-        whose gradients are complete. Ignores the gradient if it comes again when a collective has reduced it."""
+        """Records the gradient that autograd has just accumulated for a parameter. If gradients are final at that time,
+        opens the gates of the subgroups whose gradients are now complete.
+
+        Does nothing while `GradientSource.collectives` has objects: these give the reduced gradients to `reduced`.
+        """
         if not self._source.collectives:
             ready = self._gradients.accumulated(param)
             if self._early:
@@ -111,6 +116,7 @@ class GradientRouting:
         ] if self._gradients.mode == "keep" else []  # fmt: skip
 
     def end_step(self) -> None:
-        """Ends the step: the next one is expected to get its gradients in the same order, and as often."""
+        """Ends the step. In the next step, gradients are expected in the same order, and each gradient as many times as
+        in this step (autograd may accumulate one several times)."""
         self._last_order = tuple(self._arrived)
         self._gradients.step_done()

@@ -57,7 +57,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     converted, replaced, added or put into other groups, and its knobs may change, while training runs."""
 
     _norm_over_ranks: Callable[[Sequence[torch.Tensor]], GradientNorm] = NormOverRanks
-    """Makes what sums the squares of gradients over ranks. A subclass may round as another framework does."""
+    """Class of the object that sums the squares of gradients over ranks. A subclass may set another class."""
 
     def __init__(
         self, params: Iterable[Any], rule: Implementation, defaults: dict[str, Any], offload: Offload | None
@@ -126,7 +126,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self.overlap is not None and self.overlap.in_background
 
     def _begin_overlap(self, overlap: OverlapListener) -> None:
-        """Lets updates run in the background whenever `overlap` says so. There may be no other overlap."""
+        """Lets updates run in the background while `overlap.in_background` is True. There may be no other overlap."""
         self.overlap = overlap
 
     def _end_overlap(self, overlap: OverlapListener) -> None:

@@ -49,7 +49,8 @@ class Owner:
     """Whether the owner file was locked. False if the file system has no locks, as no object store has: then a lock
     does not show whether the owner is alive."""
     pid_namespace: str = ""
-    """Namespace of process ids in which `pid` is valid. Owner files of the version before do not name it."""
+    """Id of the namespace of process ids in which `pid` is valid; empty if an older version of Tidegate, which did not
+    store it, wrote the owner file."""
 
     @classmethod
     def of_this_process(cls, run: str, rank: int, locked: bool = False) -> Self:
@@ -148,7 +149,7 @@ def _liveness(fd: int, owner: Owner | None) -> Alive:
 
 
 def read_owner(text: bytes) -> Owner | None:
-    """Reads the content of an owner file; None when it is no owner."""
+    """Parses the content of an owner file; None if the content is not valid."""
     try:
         return _SCHEMA.validate_json(text)
     except ValidationError:

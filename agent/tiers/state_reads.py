@@ -1,4 +1,5 @@
-"""Verified reads of state files that no lane moves: files of checkpoints, and files that a checkpoint holds open."""
+"""Reads of state files outside the lanes, with verified checksums: from files of checkpoints, and from files that a
+checkpoint holds (`HeldFile`)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class HeldFile:
     counters: PathCounters
 
     def load(self, pool: IoPool, first: int, nbytes: int, buffer: int) -> int:
-        """Reads a part of the state into `buffer`, and returns this address. The read is counted as the path's."""
+        """Reads `nbytes` of the state, from offset `first` on, to the address `buffer`, and returns `buffer`. The read
+        is included in the counters of the storage path."""
         with self.counters.in_progress("read"):
             ticket = read_blocks(pool, self.fd, self.name, self.header, first, nbytes, buffer)
         self.counters.count("read", Transfer(ticket.start, ticket.end, nbytes, 0.0, is_whole=False))

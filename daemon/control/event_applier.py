@@ -60,8 +60,12 @@ class EventApplier:
             self.publish_generation(run, generation)
 
     def measure_effect(self, run: Run, rank: int) -> None:
-        """Measures how the committed generation changed the update time, if `rank`, which has reported, is the lead
-        rank. Publishes the result as an event; stores the first and the final result."""
+        """Measures how the committed generation has changed the update time, and publishes each new result as an event.
+        Only the first and the final result are stored.
+
+        rank: the rank that has just sent a report. Nothing is measured unless it is the lead rank (the lowest rank that
+        is present).
+        """
         committed = run.control.committed
         if run.lead is None or run.lead[0] != rank:
             return

@@ -1,5 +1,5 @@
-"""/v1/runs/{run}/knobs and others: read and change the knobs of a run while it trains, and recommend changes. Every
-change is a new generation."""
+"""/knobs, /rollback, /generations and /advice of /v1/runs/{run}: read and change the knobs of a run while it trains,
+and recommend changes. Every change is a new generation."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def lead_rank(run: RunView) -> RankView | None:
 
 
 def last_figures(run: RunView) -> StepSummary:
-    """The figures of the lead rank's last step; those of no step if there is none."""
+    """The figures of the last step of the lead rank (the lowest rank that has finished a step). If no rank has finished
+    a step, the summary has 0 steps."""
     lead = lead_rank(run)
     return summarize([lead.last_step] if lead and lead.last_step else [])
 

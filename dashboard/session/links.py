@@ -29,7 +29,8 @@ def go_to(path: str, **query: str | int) -> NoReturn:
 
 
 def remember(query: Mapping[str, str | None]) -> None:
-    """Writes these values into the query of the page's address, so that the link can be shared. None: removes it."""
+    """Writes these values into the query of the page's address, so that the link can be shared. A value of None removes
+    its name from the query."""
     for name, value in query.items():
         if value is None:
             st.query_params.pop(name, None)

@@ -15,8 +15,8 @@ from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 class Update:
     """Update of `numel` consecutive parameters with the same `scalars` (learning rate and so on), which the rule's
     implementation has made. `weight`, `aux`, `tensors` (the rule's state tensors) and `grad` are addresses on the same
-    device. `aux`: for a 16-bit weight, the fp32 master, or the int16 remainder that together with a bf16 weight gives
-    the master; 0 for fp32 weights."""
+    device. `aux`: the fp32 master of an fp16 weight, or the int16 remainder of a bf16 weight, which together with this
+    weight gives the fp32 value; 0 for fp32 weights."""
 
     numel: int
     weight: int

@@ -15,7 +15,8 @@ from tidegate.kernels.adamw.scalars import Arithmetic, Scalars
 from tidegate.kernels.arithmetic.formats import to_f32
 
 _powers: LRUCache[tuple[float, int], np.float32] = LRUCache(1024)
-"""Powers by base and exponent. Optimizers with equal betas and other numbers of steps share it."""
+"""Cache of the powers that `_power_step_by_step` has computed, by base and exponent. All optimizers of the process
+share this cache; their step counts may differ."""
 _lock = threading.Lock()
 
 

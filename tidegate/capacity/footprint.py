@@ -34,8 +34,9 @@ def device_bytes(
     """GPU memory of one rank in bytes, by kind of data, without optimizer state. Weights and gradients are sharded over
     all ranks.
 
-    gradients: the share of this rank. With `release`, the memory for two subgroups whose gradients are on their way to
-    host memory; gradients that stay on the GPU until the update come on top (`fit`). gathered: weights that are
+    Keys of the result: weights: this rank's share of the weights. gradients: with `keep`, this rank's share of the
+    gradients; with `release`, at most the gradients of two subgroups, which are on their way to host memory
+    (`placement_fit.fit` adds the gradients that stay on the GPU until the update). gathered: weights that are
     temporarily whole on each GPU, as many as DeepSpeed keeps by default (`LIVE_PARAMS`, but at least one matrix and at
     most two blocks), and the gradient of the largest matrix; 0 if there is only one rank. activations: the activations
     kept between blocks, the working set of one block, and the logits (Korthikanti et al., "Reducing Activation

@@ -1,10 +1,11 @@
 """Interference: how much lanes slow each other down, as reads and writes of a disk do, or all users of a memory bus.
 
-Lanes slow each other down by measured factors, in pairs. Where the shared resources are known, too, their ops get fair
-shares of them. Shares follow dominant resource fairness (Ghodsi et al., "Dominant Resource Fairness", NSDI '11): the
-share that an op gets of its dominant resource (the resource of which it needs most) grows equally for all ops, until a
-resource is full or the op runs at the speed that the factors leave it. So half of a node with half of its ranks gives
-the same result as the whole node.
+A measured factor for each pair of lanes says how much one slows down the other. If the resources that ops share (such
+as a memory bus) are known, too, ops get fair shares of them, by dominant resource fairness (Ghodsi et al., "Dominant
+Resource Fairness", NSDI '11). The dominant resource of an op is the one of which it needs the largest share. The shares
+that ops get of their dominant resources grow equally. The share of an op stops growing when a resource that it uses is
+full, or when the op has reached the speed that the factors allow. So half of a node with half of its ranks gives the
+same result as the whole node.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ class PathSpeeds:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds of the path for each byte that is read once and written once, from the sum of both directions down to
-        their maximum, by the interference factors."""
+        """Seconds that the path needs for each byte that is read once and written once. The interference factors
+        decide: the sum of both times if the directions share the bandwidth, the longer time if neither slows the other
+        down, or a value between."""
         return both_seconds(1 / self.read_bytes_per_second, 1 / self.write_bytes_per_second, self.factors)
 
 

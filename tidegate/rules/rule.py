@@ -30,7 +30,7 @@ MAX_TENSORS_TEXT: Final = 256
 
 _TENSOR_NAME: Final = re.compile(r"[a-z0-9_]{1,64}")
 _RESERVED: Final = ("step", "remainder", "master")
-"""Names of other state that a parameter has."""
+"""Names that a rule's state tensor may not have, because other state of a parameter has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from tidegate.wire.evidence import MAX_RUNS, ModelEvidence, PathSpeed, SizeRuns,
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Predicts the updates of one rank. Equal fields give equal predictions, in the agent and in the daemon. Fields are
-    equal there unless a rank has more than MAX_RUNS runs of equal subgroups: the message then loses their order.
+    """Predicts the updates of one rank. Equal fields give equal predictions. The agent sends its fields to the daemon
+    (`evidence`), so that both predict the same. Exception: a message holds at most MAX_RUNS entries. If a list of
+    subgroups needs more, it is sent without its order, and the daemon's predictions may differ.
 
     backward_seconds: typical length of the backward; None if it is unknown.
     """

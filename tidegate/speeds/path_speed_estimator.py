@@ -117,10 +117,11 @@ class _PathEstimate:
 
 
 def _agreeing(read: float, write: float, both: float, factors: PairFactors) -> tuple[float, float]:
-    """The times of both directions, changed so that `both_seconds` of them is `both`.
+    """Scales the times of both directions (`read`, `write`) so that `both_seconds` of the new times is `both`.
 
-    A direction changes by as much as it counts: in proportion to `both` where the times add up. Where the longer
-    direction is not slowed down, it takes the whole time, and the shorter one changes only if it would take longer.
+    If the times add up (for example with factors of 1/2), both change in the same proportion. If neither direction
+    slows the other down (factors of 1), the longer time becomes `both`, and the shorter time changes only if it is
+    longer than `both`. Other factors give a result between these two.
     """
     factor, other_factor = factors
     if read / factor > write / other_factor:

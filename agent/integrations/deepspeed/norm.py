@@ -62,7 +62,8 @@ def gradient_factor(norm: float, unscale: float, max_grad_norm: float | None) ->
 
 
 class ZeroRoundedOptimizer(Optimizer):
-    """A `tidegate.Optimizer` that rounds gradient norm and factor as ZeRO-3 does. Its parameters are `LocalShard`s."""
+    """A `tidegate.Optimizer` that rounds as ZeRO-3 does: the gradient norm, and the factor for all gradients (loss
+    scale and clipping). Its parameters are `LocalShard`s."""
 
     _norm_over_ranks = ZeroNorm
     _gradient_factor = staticmethod(gradient_factor)
