@@ -19,7 +19,7 @@ def state_addresses(layout: Layout, block: int, first: int) -> tuple[tuple[int, 
 
 
 def state_arrays(block: torch.Tensor, numel: int, form: Format) -> dict[str, torch.Tensor]:
-    """The arrays in one block of state by name: `exp_avg`, `exp_avg_sq` and, for 16-bit weights, `remainder` or
+    """The arrays in one block of state by name: the state tensors of the rule and, for 16-bit weights, `remainder` or
     `master`. Each is a view of `block`, a tensor of bytes, and has `numel` elements."""
     return {
         array.name: block[offset * numel : (offset + nbytes) * numel].view(getattr(torch, array.dtype))
