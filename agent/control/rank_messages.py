@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -96,8 +96,12 @@ class RankMessages:
             phase=self._optimizer.phases.current,
             generation=self._applied.generation,
             effective=self._optimizer.effective_knobs(),
-            rates=None if rates is None else self._accepted(lambda: Rates(**rates.to_dict()), "rates_refused"),
-            evidence=self._accepted(lambda: predictor.evidence(self._registered), "evidence_refused"),
+            rates=None
+            if rates is None
+            else self._accepted(lambda: Rates(**rates.to_dict()), "measured speeds", event("rates_refused")),
+            evidence=self._accepted(
+                lambda: predictor.evidence(self._registered), "inputs of predictions", event("evidence_refused")
+            ),
             steps=recorder.take_unreported(),
             timeline=timeline,
             predicted_update_seconds=recorder.totals.predicted_update_seconds,
@@ -111,18 +115,19 @@ class RankMessages:
         """Raises ConfigError when the knobs cannot work on this rank."""
         self._optimizer.check_knobs(knobs)
 
-    def _accepted(self, build: Callable[[], M], refusal: str) -> M | None:
+    def _accepted(self, build: Callable[[], M], what: str, refusal: dict[str, Any]) -> M | None:
         """Builds a part of a report with `build`. None if a value is outside the bounds that the daemon allows: then
-        the report is sent without this part, and a warning is logged the first time, with the event name `refusal`."""
+        the report is sent without this part, and a warning is logged the first time. `what`: name of the part, for the
+        warning. `refusal`: the event of the warning (`event`)."""
         try:
             return build()
         except ValidationError as error:
-            if refusal not in self._refused:
+            if refusal["event"] not in self._refused:
                 log.warning(
-                    "%s of this rank are out of bounds, and are not sent to the daemon: %s",
-                    "the measured speeds" if refusal == "rates_refused" else "the inputs of predictions",
+                    "the %s of this rank are out of bounds, and are not sent to the daemon: %s",
+                    what,
                     error,
-                    extra=event(refusal),
+                    extra=refusal,
                 )
-            self._refused.add(refusal)
+            self._refused.add(refusal["event"])
             return None

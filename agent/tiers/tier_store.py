@@ -89,9 +89,9 @@ class TierStore:
         return {name: self._capacity_of(name, held, self._largest[name]) for name in self.paths}
 
     def _capacity_of(self, name: str, held: Mapping[int, str], largest: int) -> int:
-        if name in self.retired:
+        room = self._free_bytes(name) if name not in self.retired else 0
+        if name in self.retired:  # perhaps only now: a path whose directory is gone is retired when it is asked
             return 0
-        room = self._free_bytes(name)
         # A subgroup that is assigned to the path but has no file there (it is in the host cache, or new) needs space
         # like any other.
         files = sum(where == name and s in self.paths[name].states for s, where in tuple(held.items()))
