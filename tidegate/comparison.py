@@ -60,7 +60,9 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
     if pairs <= EXACT_PAIRS:
         equal = tuple(count for _, count in sorted(Counter([*before, *after]).items()))
         orders = _orders(equal, len(before))
-        as_far = sum(n for twice, n in orders.items() if (twice >= 2 * longer if score > 0 else twice <= 2 * longer))
+        fewer = sum(n for twice, n in orders.items() if twice <= 2 * longer)
+        more = sum(n for twice, n in orders.items() if twice >= 2 * longer)
+        as_far = more if score > 0 else fewer if score < 0 else max(fewer, more)
         chance = as_far / math.comb(values, len(before))
     else:
         chance = NormalDist().cdf(-abs(score))
