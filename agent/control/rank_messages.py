@@ -22,6 +22,7 @@ from tidegate.knobs.knobs import Knobs
 from tidegate.logs import event
 from tidegate.plan import Subgroup
 from tidegate.simulator.predictor import size_runs
+from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import Message
 from tidegate.wire.translation import view_of
@@ -96,9 +97,7 @@ class RankMessages:
             phase=self._optimizer.phases.current,
             generation=self._applied.generation,
             effective=self._optimizer.effective_knobs(),
-            rates=None
-            if rates is None
-            else self._accepted(lambda: Rates(**rates.to_dict()), "measured speeds", event("rates_refused")),
+            rates=None if rates is None else self._rates_message(rates),
             evidence=self._accepted(
                 lambda: predictor.evidence(self._registered), "inputs of predictions", event("evidence_refused")
             ),
@@ -114,6 +113,9 @@ class RankMessages:
     def check(self, knobs: Knobs) -> None:
         """Raises ConfigError when the knobs cannot work on this rank."""
         self._optimizer.check_knobs(knobs)
+
+    def _rates_message(self, rates: RateCard) -> Rates | None:
+        return self._accepted(lambda: Rates(**rates.to_dict()), "measured speeds", event("rates_refused"))
 
     def _accepted(self, build: Callable[[], M], what: str, refusal: dict[str, Any]) -> M | None:
         """Builds a part of a report with `build`. None if a value is outside the bounds that the daemon allows: then

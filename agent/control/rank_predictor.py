@@ -21,8 +21,8 @@ def rank_predictor(optimizer: OffloadedOptimizer, recorder: Recorder) -> Predict
 
 
 def rank_of(engine: Engine) -> Rank:
-    """The rank as the model needs it. Capacities are those with which the last step was planned, but
-    0 for a path that has failed since."""
+    """The rank as the model needs it. Capacities are those with which the last step was planned, but 0 for a path
+    that has failed since."""
     known = {} if engine.residences is None else engine.residences.known_capacity
     retired = () if engine.store is None else tuple(engine.store.retired)
     return Rank(

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.arithmetic.states import Array, Ref, State, assert_same, by_oracle, of, ordinary, run_of, special
+from tests.kernels.arithmetic.states import Array, State, assert_same, by_oracle, of, ordinary, run_of, special
 from tidegate.kernels import GradDtype, WeightFormat, implementation
 from tidegate.kernels.adamw import triton_adamw
 from tidegate.kernels.adamw.scalars import SCALAR_NAMES, Arithmetic, Scalars, scalars
 from tidegate.kernels.arithmetic import oracle, self_test, triton_kernels
+from tidegate.kernels.arithmetic.device_calls import GradRef
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is NumPy: NaN and overflow
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -107,7 +108,7 @@ def any_bits(numel: int, dtype: GradDtype, seed: int) -> Array:
 
 def check_sums(arrays: list[tuple[Array, GradDtype]]) -> None:
     sums, bad = torch.full((len(arrays),), -1.0, dtype=torch.float64), torch.full((len(arrays),), -1)
-    refs = [Ref(array.ctypes.data if len(array) else 0, len(array), dtype) for array, dtype in arrays]
+    refs = [GradRef(array.ctypes.data if len(array) else 0, len(array), dtype) for array, dtype in arrays]
     triton_kernels.sum_of_squares(refs, sums, bad)
     expected = [oracle.sum_of_squares(array, dtype) for array, dtype in arrays]
     assert list(zip(sums.tolist(), bad.tolist(), strict=True)) == expected

@@ -12,6 +12,7 @@ from tidegate.kernels import GradDtype, WeightFormat
 from tidegate.kernels.adamw import oracle as adamw_oracle
 from tidegate.kernels.adamw.scalars import Arithmetic, Scalars
 from tidegate.kernels.arithmetic import oracle
+from tidegate.kernels.arithmetic.device_calls import Update
 from tidegate.kernels.deepspeed_adamw import oracle as deepspeed_oracle
 
 Array = np.ndarray[Any, Any]
@@ -108,29 +109,6 @@ def assert_same(a: State, b: State) -> None:
         np.testing.assert_array_equal(canonical(x, is_bf16), canonical(y, is_bf16), err_msg=field.name)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a device is told of one update."""
-
-    numel: int
-    weight: int
-    weight_format: WeightFormat
-    aux: int
-    tensors: tuple[int, ...]
-    grad: int
-    grad_dtype: GradDtype
-    scalars: Scalars
-
-
-@dataclass(frozen=True)
-class Ref:
-    """What a device is told of one gradient."""
-
-    address: int
-    numel: int
-    dtype: GradDtype
-
-
-def run_of(s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> Run:
+def run_of(s: State, weight_format: WeightFormat, grad_dtype: GradDtype, values: Scalars) -> Update:
     weight, aux, exp_avg, exp_avg_sq, grad = (0 if a is None else a.ctypes.data for a in s.arrays())
-    return Run(len(s.weight), weight, weight_format, aux, (exp_avg, exp_avg_sq), grad, grad_dtype, values)
+    return Update(len(s.weight), weight, weight_format, aux, (exp_avg, exp_avg_sq), grad, grad_dtype, values)

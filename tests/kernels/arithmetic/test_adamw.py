@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.kernels.arithmetic.states import (
-    Run,
     State,
     assert_same,
     by_oracle,
@@ -30,6 +29,7 @@ from tidegate import kernels
 from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
 from tidegate.kernels.adamw import native as adamw
 from tidegate.kernels.adamw.scalars import Arithmetic, Scalars, scalars
+from tidegate.kernels.arithmetic.device_calls import Update
 from tidegate.kernels.deepspeed_adamw import oracle as deepspeed_oracle
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -289,7 +289,7 @@ def test_a_wrong_address_is_named(pool: ThreadPool, name: str, address: int) -> 
     with pytest.raises(ValueError, match=rf"^{name} is at address {address}"):
         adamw.update(
             pool,
-            Run(
+            Update(
                 1,
                 addresses["weight"],
                 WeightFormat.BF16_MASTER,
@@ -305,7 +305,7 @@ def test_a_wrong_address_is_named(pool: ThreadPool, name: str, address: int) -> 
 def test_fp32_weights_have_no_aux(pool: ThreadPool) -> None:
     values = scalars(1e-3, 0.9, 0.999, 1e-8, 0, 1)
     with pytest.raises(ValueError, match="aux must be 0"):
-        adamw.update(pool, Run(1, 4096, WeightFormat.F32, 4096, (4096, 4096), 4096, GradDtype.F32, values))
+        adamw.update(pool, Update(1, 4096, WeightFormat.F32, 4096, (4096, 4096), 4096, GradDtype.F32, values))
 
 
 @EVERY_ISA

@@ -8,8 +8,6 @@ import torch
 
 from tests.kernels.arithmetic.states import (
     Array,
-    Ref,
-    Run,
     State,
     assert_same,
     by_oracle,
@@ -21,6 +19,7 @@ from tests.kernels.arithmetic.states import (
 from tidegate.kernels import GradDtype, WeightFormat, implementation
 from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 from tidegate.kernels.arithmetic import oracle, torch_kernels
+from tidegate.kernels.arithmetic.device_calls import GradRef, Update
 
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
 DTYPES = pytest.mark.parametrize("grad_dtype", list(GradDtype))
@@ -33,7 +32,7 @@ def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_kernels, "CHUNK_NUMEL", 1000)
 
 
-def update(run: Run) -> None:
+def update(run: Update) -> None:
     """By the rule with the arithmetic of this run."""
     rule = "adamw" if run.scalars.arithmetic is Arithmetic.TORCH else "deepspeed_adamw"
     implementation(rule).in_torch("cpu").update([run])
@@ -92,7 +91,7 @@ def test_sum_of_squares(grad_dtype: GradDtype, numel: int) -> None:
         grad[7:10] = bad_values.astype(np.float16) if grad_dtype is GradDtype.F16 else bad
     sums, bad_counts = torch.full((2,), 5.0, dtype=torch.float64), torch.full((2,), 5)
     kernels = implementation("adamw").in_torch("cpu")
-    kernels.sum_of_squares([Ref(grad.ctypes.data, numel, grad_dtype), Ref(0, 0, grad_dtype)], sums, bad_counts)
+    kernels.sum_of_squares([GradRef(grad.ctypes.data, numel, grad_dtype), GradRef(0, 0, grad_dtype)], sums, bad_counts)
     total, count = oracle.sum_of_squares(grad, grad_dtype)
     assert sums.tolist() == [pytest.approx(total, rel=1e-14), 0.0]
     assert bad_counts.tolist() == [count, 0]
