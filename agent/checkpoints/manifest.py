@@ -138,7 +138,7 @@ class Manifest:
         version, expected, body = values.get("version"), outer.get("crc32"), canonical(values)
         found = zlib.crc32(body.encode())
         is_right = type(expected) is int and found == expected
-        # Version 1, of before the last version, is not read either. It is intact all the same.
+        # Version 1 is not read any more, but such a manifest is not damaged.
         if type(version) is int and (version > VERSION or version == 1) and (is_right or "crc32" not in outer):
             raise NewerFormat(file, f"version {version:#x}", f"{VERSION_WITHOUT_TENSORS:#x} or {VERSION:#x}")
         if not is_right:

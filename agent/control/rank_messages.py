@@ -43,7 +43,7 @@ class RankMessages:
         self._registered: Sequence[Subgroup] = ()
         """Subgroups in the last registration message."""
         self._refused: set[str] = set()
-        """Events that were logged: parts of reports that are not sent."""
+        """Event names of the warnings that `_accepted` has logged; each is logged once."""
 
     def renew_agent(self) -> None:
         """Gives the rank a new agent id, as after a restart."""
@@ -78,7 +78,7 @@ class RankMessages:
             started_at=self._started_at,
             process=this_process(),
         )
-        self._registered = subgroups  # not if the message was refused: the daemon has the one before
+        self._registered = subgroups  # unchanged if the message is refused: the daemon keeps the one before
         return message
 
     # ---- for the threads of the link

@@ -90,7 +90,7 @@ class TierStore:
 
     def _capacity_of(self, name: str, held: Mapping[int, str], largest: int) -> int:
         room = self._free_bytes(name) if name not in self.retired else 0
-        if name in self.retired:  # perhaps only now: a path whose directory is gone is retired when it is asked
+        if name in self.retired:  # `_free_bytes` retires a path whose directory is gone
             return 0
         # A subgroup that is assigned to the path but has no file there (it is in the host cache, or new) needs space
         # like any other.

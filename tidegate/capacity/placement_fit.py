@@ -115,7 +115,7 @@ def fit(
         "slots": float(slots) if may_stage and ratio < 1 else 0.0,
     }
     if is_released:
-        # What is left holds gradients that need not be spilled.
+        # The free memory is used for gradients, so that fewer of them are spilled.
         left = room - sum(device.values())
         device["gradients"] = min(device["gradients"] + left, float(sum(s.nbytes("gradient") for s in subgroups)))
         budget = GradientBudget(int(machine.gpu_memory_bytes), int(device["gradients"]))

@@ -90,7 +90,7 @@ class _PathEstimate:
 
     def observe(self, seen: PathTraffic) -> None:
         factors = self._initial.factors
-        # The seconds that each direction would have needed alone: while it shared the path, it had only its factor.
+        # The seconds that each direction would have needed alone: its factor gives its speed in shared time.
         read_seconds = seen.read_seconds - (1 - factors[0]) * seen.shared_read_seconds
         write_seconds = seen.write_seconds - (1 - factors[1]) * seen.shared_write_seconds
         read = _observe_direction(self._read, seen.read_bytes, read_seconds)
