@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import socket
@@ -30,11 +31,20 @@ PATIENCE = 4
 """How much slower than usual a machine may be before a wait fails. It costs nothing where what is awaited comes."""
 
 
+FIRST_PORT, PORTS_PER_WORKER = 20_000, 700
+"""Ports of the tests: below the range that the kernel takes for outgoing connections, a part for each worker."""
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+_ports = itertools.count(os.getpid() % PORTS_PER_WORKER)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port on which nothing listens. No two calls of a process give the same one, as the kernel's own choice may."""
+    for number in itertools.islice(_ports, PORTS_PER_WORKER):
+        port = FIRST_PORT + _worker * PORTS_PER_WORKER + number % PORTS_PER_WORKER
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("Every port of this worker is in use.")
 
 
 def until(found: Callable[[], T], what: str, seconds: float = 30.0) -> T:
