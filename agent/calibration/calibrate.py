@@ -12,7 +12,13 @@ from typing import Final
 import torch
 
 from tidegate.agent.calibration.dispatch_overhead import op_overhead_seconds, step_seconds
-from tidegate.agent.calibration.hardware import PathLike, available_cpus, hardware, settings_of
+from tidegate.agent.calibration.hardware import (
+    PathLike,
+    available_cpus,
+    hardware,
+    last_level_cache_bytes,
+    settings_of,
+)
 from tidegate.agent.calibration.lane_loads import BYTES_PER_PARAM, NORM, STATE_BYTES, cpu_load, device_loads, path_loads
 from tidegate.agent.calibration.lane_rates import LaneThroughput, Load, MeasurementRound, measure, medians, rate
 from tidegate.agent.calibration.step_timing import engine_steps
@@ -32,7 +38,10 @@ from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.speeds.saved_calibration import Calibration
 
 NUMEL: Final = 16_000_000
-"""Number of parameters of the measured update. With their state they are much larger than any cache."""
+"""Number of parameters of the measured update, unless the last-level cache is large."""
+CACHE_MULTIPLE: Final = 4
+"""How many times as large as the last-level cache the memory of the update on the CPU is. Otherwise the update would
+find a part of its state in the cache, and be faster than in training."""
 OP_BYTES: Final = 16 << 20
 """Bytes of each copy, fetch and flush."""
 SECONDS: Final = 0.15
@@ -49,7 +58,7 @@ def calibrate(
     device: Device | None = None,
     cpu_threads: int = 0,
     seconds: float = SECONDS,
-    numel: int = NUMEL,
+    numel: int = 0,
     op_bytes: int = OP_BYTES,
     rounds: int = ROUNDS,
     progress: Progress = lambda _: None,
@@ -62,15 +71,18 @@ def calibrate(
     cpu_threads: threads of the update on the CPU; 0 for all cores except one for the training thread of each
         rank on the host.
     seconds: duration of each measurement.
-    numel: number of parameters of the measured update.
+    numel: number of parameters of the measured update on the CPU; 0 for NUMEL, or more if their state would fit in
+        the last-level cache CACHE_MULTIPLE times. Updates on the device and steps with a path have at most NUMEL.
     op_bytes: bytes of each copy, fetch and flush. Four times as many are stored on each path and, with a device, the
-        state of `numel` parameters.
+        state of up to NUMEL parameters.
     rounds: number of rounds, of which medians are taken.
     progress: called with the name of the next measurement.
 
     Raises ConfigError if host memory does not suffice, and PathUnusable or PathFull for a directory that cannot hold
     the state.
     """
+    numel = numel or _numel_beyond_caches()
+    few = min(numel, NUMEL)
     needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
         raise ConfigError(
@@ -87,14 +99,14 @@ def calibrate(
             device = CudaDevice(TorchCuda(torch.device("cuda")))
             stack.callback(device.close)
         if device is not None:
-            found = device_loads(stack, device, numel, op_bytes)
+            found = device_loads(stack, device, few, op_bytes)
             loads += [load for load in found if load.lane != NORM]
             alone_only = [load for load in found if load.lane == NORM]
         store = TierStore(settings)
         stack.callback(store.close)
         for path in store.paths.values():
             if device is not None:
-                _check_space(path, 4 * op_bytes + numel * STATE_BYTES * 5 // 4)
+                _check_space(path, 4 * op_bytes + few * STATE_BYTES * 5 // 4)
             loads += path_loads(stack, path, op_bytes)
         measured: list[MeasurementRound] = []
         steps: list[MeasuredStep] = []
@@ -102,7 +114,9 @@ def calibrate(
             measured.append(measure(loads, alone_only, seconds, progress))
             if device is not None:
                 progress("steps of an engine, on each path too" if settings else "steps of an engine")
-                steps += engine_steps(device, numel, threads, measured[-1].alone[D2H].rate, settings)
+                d2h = measured[-1].alone[D2H].rate
+                steps += engine_steps(device, numel, threads, d2h, {})
+                steps += engine_steps(device, few, threads, d2h, settings) if settings else []
         progress("ops that do nothing")
         overhead = op_overhead_seconds(list(settings))
         card = replace(_card(*medians(measured), list(settings)), overhead_seconds=overhead)
@@ -120,6 +134,14 @@ def calibrate(
         card_threads=threads,
         measured_at=time.time(),
     )
+
+
+def _numel_beyond_caches() -> int:
+    """Number of parameters whose update on the CPU needs CACHE_MULTIPLE times the memory of the last-level cache: at
+    least NUMEL, and no more than half of the available memory allows."""
+    bytes_per_param = sum(BYTES_PER_PARAM)
+    room = host_available_bytes() // (2 * 5 * bytes_per_param)
+    return max(NUMEL, min(CACHE_MULTIPLE * last_level_cache_bytes() // bytes_per_param, room))
 
 
 def _check_space(path: StoragePath | ObjectPath, needed_bytes: int) -> None:

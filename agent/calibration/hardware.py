@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,21 @@ PathLike = str | os.PathLike[str] | PathSettings
 def available_cpus() -> int:
     """Number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def last_level_cache_bytes(sys: Path = Path("/sys")) -> int:
+    """Size in bytes of the last-level caches of the CPUs that this process may run on, all together; 0 if the kernel
+    does not report them."""
+    sizes: dict[str, int] = {}
+    """Size of each cache, by the CPUs that share it."""
+    for cpu in os.sched_getaffinity(0):
+        caches = (sys / f"devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*")
+        last = max(caches, key=lambda cache: int(cache.name.removeprefix("index")), default=None)
+        if last is not None:
+            with suppress(OSError, ValueError):
+                kib = int((last / "size").read_text().strip().removesuffix("K"))
+                sizes[(last / "shared_cpu_list").read_text()] = kib << 10
+    return sum(sizes.values())
 
 
 def settings_of(path: PathLike) -> PathSettings:

@@ -42,11 +42,10 @@ def engine_steps(
     d2h_bytes_per_second: float,
     paths: Mapping[str, PathSettings],
 ) -> list[MeasuredStep]:
-    """Runs steps with each subgroup size and stride, and with each path alone, and returns half of them: those with
-    durations around the median.
+    """Runs steps with each subgroup size, and returns half of them: those with durations around the median.
 
-    Weights have 16 bits; the state is in host memory or on the path. If `device` is emulated, the steps use its present
-    rates.
+    Weights have 16 bits. Without `paths`, the state is in host memory and each stride is used; otherwise it is on one
+    path after the other, and all updates are on the CPU. If `device` is emulated, the steps use its present rates.
 
     d2h_bytes_per_second: rate of copies from `device`. It determines the length of the simulated backward, which must
     be long enough to copy the gradients.
@@ -60,7 +59,7 @@ def engine_steps(
     gradients = [torch.full_like(weight, 1e-3) for weight in weights]
     backward = REST_SECONDS + sum(gradient.nbytes for gradient in gradients) / d2h_bytes_per_second
     found: list[MeasuredStep] = []
-    for count, path in product(SUBGROUPS, (None, *paths)):
+    for count, path in product(SUBGROUPS, tuple(paths) or (None,)):
         settings = partial(offload, subgroup_numel=-(-each * TENSORS // count), cpu_threads=cpu_threads, stride=OFF)
         on_path = {"paths": {path: paths[path]}, "host_cache": 0} if path is not None else {}
         with AdamW(weights, lr=1e-6, offload=settings(**on_path)) as optimizer:

@@ -70,16 +70,20 @@ def test_both_directions_at_once_are_faster_than_one_after_the_other(device: Cud
 
 
 def test_copies_return_before_they_are_done(device: CudaDevice) -> None:
+    """In one of ten tries, as other processes may stop this thread while it enqueues."""
     nbytes = 1 << 30
     buffer, address = device.host_buffer(nbytes), device.alloc(nbytes)
     device.wait(H2D, device.now())
-    before = time.monotonic()
-    event = device.copy(H2D, [Copy(address, buffer.data_ptr(), nbytes)])
-    enqueued = time.monotonic() - before
-    event.wait()
-    start, end = event.span()
-    assert enqueued < 0.5 * (end - start)
-    assert before - 0.001 < start < end < time.monotonic() + 0.001, "spans are on the host's clock"
+    tries = []
+    for _ in range(10):
+        before = time.monotonic()
+        event = device.copy(H2D, [Copy(address, buffer.data_ptr(), nbytes)])
+        enqueued = time.monotonic() - before
+        event.wait()
+        start, end = event.span()
+        tries.append(enqueued / (end - start))
+        assert before - 0.001 < start < end < time.monotonic() + 0.001, "spans are on the host's clock"
+    assert min(tries) < 0.5
 
 
 def test_lanes_work_from_any_thread(device: CudaDevice) -> None:
