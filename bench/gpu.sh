@@ -2,11 +2,12 @@
 # Everything that needs a GPU, in stages of under 8 minutes. A stage that succeeded is not run again: start it again
 # after an interruption. Results are one JSON file a stage in OUT, tracebacks in one .log beside it. Nothing is fetched.
 #
-#   bench/gpu.sh [--dry] [--out OUT] [STAGE...] [--anyway]
+#   bench/gpu.sh [--dry] [--out OUT] [--seconds S] [STAGE...] [--anyway]
 #
 # Stages: links tests parity updates trace watching iterations-1b iterations-3b iterations-7b sweeps tiers;
 # all of them by default. --dry runs each at toy size on the emulated device, which proves that the script runs and
-# measures nothing. All that is missing is said before anything runs; --anyway begins nevertheless.
+# measures nothing. All that is missing is said before anything runs; --anyway begins nevertheless. --seconds: for the
+# rows of a stage, by default 430; what has no time then is measured when the stage is run again.
 # PYTHON chooses the interpreter, which stays as it is: what has to be installed goes into OUT/venv, from the wheels in
 # the folder WHEELS, which `python3 -m bench.gpu.wheelhouse wheels` makes on a machine with a network.
 set -euo pipefail
@@ -17,15 +18,17 @@ PYTHON=${PYTHON:-python3}
 OUT=runs/gpu
 DRY=()
 ANYWAY=false
+SECONDS_OF_STAGE=430
 STAGES=()
 while (($#)); do
   case $1 in
     --dry) DRY=(--dry) ;;
     --anyway) ANYWAY=true ;;
     --out) OUT=$2; shift ;;
+    --seconds) SECONDS_OF_STAGE=$2; shift ;;
     links | tests | parity | updates | trace | watching | iterations-[137]b | sweeps | tiers)
       STAGES+=("$1") ;;
-    *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
   esac
   shift
 done
@@ -72,7 +75,8 @@ for stage in "${STAGES[@]}"; do
   echo "== $stage"
   # The result appears whole or not at all.
   code=0
-  timeout 480 "$PYTHON" -m bench.gpu."${stage%-*b}" "${DRY[@]}" --stage "$stage" --results "$OUT" \
+  timeout $((SECONDS_OF_STAGE + 50)) "$PYTHON" -m bench.gpu."${stage%-*b}" "${DRY[@]}" --stage "$stage" \
+    --results "$OUT" --seconds "$SECONDS_OF_STAGE" \
     >"$result.part" 2>"$log" || code=$?
   if ((code == 0)); then
     mv "$result.part" "$result"
@@ -84,7 +88,7 @@ for stage in "${STAGES[@]}"; do
   if ((code == 3)); then
     echo "== $stage is not done: run it again for the rows that lacked time; the others are kept" >&2
   elif ((code == 124)); then
-    echo "== $stage took more than 480 s: what it said is in $log" >&2
+    echo "== $stage took more than $((SECONDS_OF_STAGE + 50)) s: what it said is in $log" >&2
   else
     echo "== $stage failed: what it said is in $log" >&2
   fi

@@ -53,7 +53,10 @@ def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
         "instruction_set": instruction_set(),
     }
     if torch.cuda.is_available():
-        properties["gpu"] = torch.cuda.get_device_name()
+        try:
+            properties["gpu"] = torch.cuda.get_device_name()
+        except RuntimeError:  # a process that was forked after CUDA began cannot ask CUDA
+            properties["gpu"] = "not known in a forked process"
     for name, path in (paths or {}).items():
         properties[f"path {name}"] = _path_identity(settings_of(path))
     return properties

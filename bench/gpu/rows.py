@@ -15,11 +15,9 @@ from typing import Any
 from bench.gpu.iteration import run_side
 from bench.gpu.target import Target
 
-STAGE_SECONDS = 430.0
-"""Seconds in which one run of a stage may measure rows. bench/gpu.sh ends the stage after 480 seconds."""
 ALL = 0.9
-"""Share of STAGE_SECONDS. A row that was stopped after at least this share is not measured again, because a further run
-of the stage could not give it more time."""
+"""Share of the stage's time. A row that was stopped after at least this share is not measured again, because a further
+run of the stage could not give it more time."""
 
 
 class Rows:
@@ -29,7 +27,7 @@ class Rows:
     def __init__(self, target: Target, run: Callable[..., dict[str, Any]] = run_side) -> None:
         self.lacked_time: list[str] = []
         self._target, self._run = target, run
-        self._end = time.monotonic() + STAGE_SECONDS
+        self._end = time.monotonic() + target.seconds
         self._file = file_of(target.results, target.stage)
         self._kept: dict[str, dict[str, Any]] = {}
         if self._file.exists():
@@ -52,7 +50,7 @@ class Rows:
             row = kept or {"side": side, "not_measured": "the stage had no time left for it", "lacked_seconds": 0.0}
         else:
             row = self._run(self._target, side, shape, limit=given, **more)
-        if row.get("lacked_seconds", 0.0) >= ALL * STAGE_SECONDS:
+        if row.get("lacked_seconds", 0.0) >= ALL * self._target.seconds:
             del row["lacked_seconds"]  # it had all the time that there is
         if "lacked_seconds" in row:
             self.lacked_time.append(name)

@@ -31,6 +31,8 @@ class Target:
     results: Path
     stage: str = ""
     """Name of the stage, such as `iterations-1b`."""
+    seconds: float = 430.0
+    """Time for the rows of a stage. bench/gpu.sh ends the stage 50 seconds later."""
 
     @property
     def shape(self) -> str:
@@ -67,11 +69,12 @@ def run_stage(stage: Callable[[Target], dict[str, Any]]) -> None:
     parser.add_argument("--dry", action="store_true", help="toy size, emulated device")
     parser.add_argument("--results", type=Path, required=True, help="folder of the stages' results")
     parser.add_argument("--stage", default="", help="its name, as iterations-1b")
+    parser.add_argument("--seconds", type=float, default=Target.seconds, help="for the rows of the stage")
     args = parser.parse_args()
     problem = None if args.dry else cuda_problem()
     if problem is not None:
         parser.error(f"no GPU can be used: {problem}; --dry runs on the emulated device")
-    result = stage(Target(args.dry, args.results, args.stage))
+    result = stage(Target(args.dry, args.results, args.stage, args.seconds))
     print(json.dumps({"dry": args.dry, **result}, indent=1))
     if result.get("lacked_time"):
         print(f"Rows that lacked time: {', '.join(result['lacked_time'])}.", file=sys.stderr)

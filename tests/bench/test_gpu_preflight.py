@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from bench.gpu import preflight
 from bench.gpu.iteration import run_side
 from bench.gpu.needs import needs, package, satisfies
-from bench.gpu.rows import STAGE_SECONDS, Rows, file_of
+from bench.gpu.rows import Rows, file_of
 from bench.gpu.target import Target
 from bench.gpu.wheelhouse import chosen
 from tests.bench.test_gpu import ROOT
@@ -255,13 +255,13 @@ def test_rows_that_lacked_time_get_more_and_others_are_kept(tmp_path: Path) -> N
     lacked, found = runs[-1]
     assert lacked == [], "what had all the time of a stage has had its chance"
     assert "not done after" in found["endless"]["not_measured"]
-    assert max(limit for _, limit in sides.asked) <= STAGE_SECONDS
+    assert max(limit for _, limit in sides.asked) <= Target.seconds
 
 
 def test_a_row_for_which_no_time_is_left_does_not_begin(tmp_path: Path) -> None:
     sides = Sides({"quick": 5})
     rows = Rows(Target(True, tmp_path, "sweeps"), sides)
-    rows._end -= STAGE_SECONDS
+    rows._end -= Target.seconds
     row = rows.measure("late", "quick", "1b", limit=60.0)
     assert (sides.asked, rows.lacked_time) == ([], ["late"])
     assert "no time left" in row["not_measured"]

@@ -21,6 +21,8 @@ from tidegate.agent.devices.cuda_runtime import Norms
 from tidegate.agent.engine import engine
 from tidegate.agent.parameters.fingerprint import Fingerprints, sample_view
 from tidegate.errors import EngineError, ParameterError
+from tidegate.kernels import GradDtype
+from tidegate.kernels.arithmetic import oracle
 from tidegate.knobs.knobs import Knobs
 
 KEPT = tidegate.Offload(stride="off", subgroup_numel=50, emulated=FAST)
@@ -299,7 +301,7 @@ def test_the_norm_does_not_depend_on_how_gradients_came(seed: int) -> None:
                 (same[i] * grads[i]).sum().backward()
             optimizer.step()
     # In another order most of these seeds give another number.
-    assert seen == [sum((float(g.double().square().sum()) for g in grads), 0.0) ** 0.5] * 4
+    assert seen == [sum((oracle.sum_of_squares(g.numpy(), GradDtype.F32)[0] for g in grads), 0.0) ** 0.5] * 4
 
 
 def test_sums_of_squares_are_fetched_once_for_each_subgroup_not_for_each_parameter() -> None:

@@ -70,7 +70,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     """64-bit counters that have shown it; GPM not supported."""
-    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    # Not None, for `pynvml` to load it: where there is a driver, its library has this name already.
+    monkeypatch.setattr(pynvml, "nvmlLib", library)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     found = Stub.in_dll(library, "stub")
     ctypes.memset(ctypes.addressof(found), 0, ctypes.sizeof(found))
