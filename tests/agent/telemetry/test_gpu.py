@@ -360,7 +360,7 @@ def test_a_rank_on_a_gpu_exports_what_nvml_says_and_any_other_nothing(
 
     def properties(device: object) -> SimpleNamespace:
         asked.append(device)
-        return SimpleNamespace(uuid=UUID.removeprefix("GPU-"))
+        return SimpleNamespace(uuid=UUID.removeprefix("GPU-"), name="a GPU")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     stub.busy_percent = 25
