@@ -4,7 +4,7 @@ update with the timeline of the engine.
 `busy_seconds`: for each kind of work (h2d, d2h, device), the time in which at least one such copy or update is in
 progress. `overlap`: time in which two kinds are both in progress, divided by the smaller one of their busy times.
 `kineto`: these figures as measured by CUPTI. `ours`: as measured by the engine's CUDA events. With --dry there is no
-GPU to trace, so that `kineto` is absent.
+GPU to trace, so that `kineto` is absent. `timeline`: all ops of an iteration that is not traced.
 """
 
 from __future__ import annotations
@@ -74,15 +74,30 @@ def of_ours(training: Training) -> dict[str, Any]:
     return summary(kinds)
 
 
+def of_iteration(training: Training) -> dict[str, Any]:
+    """The phases and the ops of an iteration, in seconds from the begin of its forward."""
+    training.iteration()
+    training.optimizer.wait()
+    timeline = training.attachment.recorder.timeline
+    start, _ = timeline.window("forward")
+    return {
+        "phases": [[one.phase, one.start - start, one.end - start] for one in timeline.phases],
+        "ops": [
+            [span.kind, span.lane, span.subgroup, span.start - start, span.end - start, span.nbytes, span.numel]
+            for span in timeline.spans
+        ],
+    }
+
+
 def stage(target: Target) -> dict[str, Any]:
     ask = Ask(side="tidegate", shape=SHAPES["toy" if target.dry else "1b"], dry=target.dry, stride=2.0)
     cap_memory(ask)
     training = build(ask)
     for _ in range(3):
         training.iteration()
+    result: dict[str, Any] = {"timeline": of_iteration(training)}
     training.backward(training.forward())
     target.finish_enqueued()
-    result: dict[str, Any] = {}
     if target.dry:
         training.update()
     else:
