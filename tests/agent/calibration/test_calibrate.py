@@ -121,7 +121,7 @@ def test_with_a_device_paths_are_corrected_by_steps_of_an_engine(
 def test_the_update_is_larger_than_the_last_level_cache(
     monkeypatch: pytest.MonkeyPatch, cache_bytes: int, available: int, expected: int
 ) -> None:
-    """Where 300 MiB of cache held the 224 MB of an update, the CPU was measured 1.4 times as fast as in training."""
+    """Where 300 MiB of cache held the 224 MB of an update, the CPU was measured faster than it is in training."""
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: cache_bytes)
     monkeypatch.setattr(measure, "host_available_bytes", lambda: available)
     assert measure._numel_beyond_caches() == expected
