@@ -18,10 +18,16 @@ BILLIONS: Final = Unit(1e-9, 1, " · 10⁹ a second")
 SECONDS: Final = Unit(digits=3, name=" s")
 MEMORY: Final = Unit(1e-9, 1, " GB")
 SIDES: Final = {
-    "tidegate": "Tidegate", "zero3_cpu": "DeepSpeed ZeRO-3, CPU offload", "tidegate_static": "Tidegate, 20 % resident",
-    "superoffload": "SuperOffload", "twinflow_static": "TwinFlow", "all_cpu": "Tidegate, all on the CPU",
-    "torchao": "torchao", "resident": "all state on the GPU", "tidegate_overlap": "Tidegate, update over the forward",
-}  # fmt: skip
+    "tidegate": "Tidegate",
+    "tidegate_static": "Tidegate with 20 % resident",
+    "tidegate_overlap": "Tidegate with the update over the forward",
+    "all_cpu": "Tidegate with all updates on the CPU",
+    "zero3_cpu": "DeepSpeed ZeRO-3 with CPU offload",
+    "superoffload": "SuperOffload",
+    "twinflow_static": "TwinFlow",
+    "torchao": "torchao",
+    "resident": "all state on the GPU",
+}
 """Sides of the stage iterations-1b, and what the page calls them."""
 
 
@@ -154,12 +160,13 @@ def _error(row: Line) -> float:
 def _iterations(gpu: Gpu) -> Iterator[str]:
     found = gpu.files["iterations-1b"]
     heads = ["side", "turns", "iteration", "update", "peak of GPU memory", "of host memory"]
-    rows, missing = [], []
+    rows: list[list[str]] = []
+    missing: dict[str, list[str]] = {}
     for side, turns in found["rounds"].items():
         measured = [turn for turn in turns if "iteration_seconds" in turn]
         name = SIDES.get(side, side)
         if not measured:
-            missing.append(f"{name} ({turns[-1]['not_measured']})")
+            missing.setdefault(turns[-1]["not_measured"], []).append(name)
             continue
         last = measured[-1]
         times = [SECONDS.show(of_spread(last[f"{key}_seconds"])) for key in ("iteration", "update")]
@@ -175,7 +182,8 @@ def _iterations(gpu: Gpu) -> Iterator[str]:
         verdict = "within the bound" if ratio > 1 else "**the bound is missed**"
         yield f"Tidegate's iteration is {RATIO.number(ratio)} times as fast: {verdict}."
     if missing:
-        yield f"Not measured: {'; '.join(missing)}."
+        said = [f"{', '.join(names)} ({reason})" for reason, names in missing.items()]
+        yield f"Not measured: {'; '.join(said)}."
     other = gpu.files.get("iterations-1b-another-machine")
     if other:
         first = next(iter(other["rows"].values()))
@@ -189,6 +197,6 @@ def _origin(gpu: Gpu) -> str:
     about = gpu.files["about"]
     commits = "; ".join(f"{files}: {commit}" for files, commit in about["commits"].items())
     return (
-        f"Machine: {about['machine']}. Measured {about['measured']}. Commits: {commits}. "
-        f"Files: [{gpu.folder.name}](../bench/results/{gpu.folder.name}/about.json)."
+        f"**Machine.** {about['machine']}. **Measured** {about['measured']}. **Commits.** {commits}. "
+        f"**Files.** [{gpu.folder.name}](../bench/results/{gpu.folder.name}/about.json)."
     )

@@ -26,7 +26,7 @@ HEAD: Final = (
 
 UNCOMMITTED: Final = {
     "copies.py": "a prediction of the simulator, which takes seconds",
-    "direct_io.py": "depends on the disk: run it on yours",
+    "direct_io.py": "its figures are those of a disk, so run it on yours",
     "host_cost.py": "no bound; compares two versions of the code on one machine",
     "statements.py": "no claim; counts the statements of the code",
     "triton_registers.py": "what the compiler says of each kernel; a test holds the bound",
