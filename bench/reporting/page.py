@@ -77,7 +77,9 @@ def section(claim: Claim, found: Sequence[Runs]) -> Iterator[str]:
     if claim.spread not in ("not measured", "not shown"):
         yield f"In brackets: {claim.spread}."
     yield verdicts(claim.figures, found)
-    for name in _plots(claim, found):
+    for name, shown in _plots(claim, found).items():
+        if claim.each:
+            yield f"On {shown[0].label}:"
         yield f"![{claim.script}: {claim.shows}](images/results/{name}.svg)"
     if claim.notes:
         yield " ".join(claim.notes)

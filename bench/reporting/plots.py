@@ -68,7 +68,7 @@ def ablation(found: Sequence[Runs]) -> str:
     ]
     levels = [Level("with all features", 1.0)]
     y = linear("update time, by that with all features", _heights(series, levels))
-    return chart(categories("without this feature (emulated device)", list(ABLATIONS.values())), y, series, levels)
+    return chart(categories("without this feature (emulated GPU)", list(ABLATIONS.values())), y, series, levels)
 
 
 def interleaving(found: Sequence[Runs]) -> str:
@@ -80,7 +80,7 @@ def interleaving(found: Sequence[Runs]) -> str:
         for name in ("auto", "twinflow", "auto, same residents"):
             shown = {"twinflow": "TwinFlow", "auto, same residents": "auto, TwinFlow's residents"}.get(name, name)
             levels.append(Level(_named(runs, shown, found), 1e3 * times[name].middle))
-    y = linear("update, ms (emulated device)", _heights(series, levels), zero=True)
+    y = linear("update, ms (emulated GPU)", _heights(series, levels), zero=True)
     return chart(categories("stride (off: all updates on the CPU)", list(INTERLEAVED.values())), y, series, levels)
 
 
@@ -92,7 +92,7 @@ def strides_of_the_tuner(found: Sequence[Runs]) -> str:
         for key, name in (("before", "the whole link"), ("halved", "half of the link")):
             points = [Point(index, 1e3 * runs.newest[key][stride]) for index, stride in enumerate(names)]
             series.append(Series(_named(runs, name, found), tuple(points), line=True))
-    y = linear("update, ms (emulated device)", _heights(series, []), zero=True)
+    y = linear("update, ms (emulated GPU)", _heights(series, []), zero=True)
     axis = categories("stride (off: all updates on the CPU)", [name.removesuffix(".0") for name in names])
     return chart(axis, y, series)
 
@@ -108,8 +108,9 @@ def predictions(found: Sequence[Runs]) -> str:
         series.append(Series(name, points))
     equation = [Point(row["measured_ms"][1], row["equation_ms"]) for row in table]
     figures = [figure for one in series for point in one.points for figure in (point.x, point.y)]
-    x, y = logarithmic("measured update, ms", figures), logarithmic("predicted update, ms", figures)
-    ends = tuple(Point(one, one) for one in (x.low, x.high))
+    x = logarithmic("measured update, ms (emulated GPU)", figures)
+    y = logarithmic("predicted update, ms", [*figures, *(point.y for point in equation)])
+    ends = tuple(Point(one, one) for one in (max(x.low, y.low), min(x.high, y.high)))
     series += [
         Series("exact", ends, line=True, dots=False),
         Series("the papers' equations", tuple(equation), hollow=True),
@@ -125,9 +126,11 @@ def memory(found: Sequence[Runs]) -> str:
         samples = newest[f"{name}_megabytes"]
         each = newest["minutes"] / (len(samples) - 1)
         first = samples[len(samples) // 4]
-        points = tuple(Point(index * each, 100 * (one / first - 1)) for index, one in enumerate(samples) if index)
+        points = tuple(
+            Point(round(index * each, 1), 100 * (one / first - 1)) for index, one in enumerate(samples) if index
+        )
         series.append(Series("JavaScript heap" if name == "heap" else name, points, line=True, dots=False))
-    levels = [Level("5 % more", 5.0)]
+    levels = [Level("bound: 5 % more", 5.0)]
     y = linear("memory since the warm-up ended, % more", _heights(series, levels))
     return chart(linear("minutes", [point.x for point in series[0].points], zero=True), y, series, levels)
 
@@ -177,11 +180,15 @@ def _heights(series: Sequence[Series], levels: Sequence[Level]) -> list[float]:
 
 def _runs_axis(found: Sequence[Runs]) -> Axis:
     most = max(len(runs.lines) for runs in found)
-    return Axis("committed run (the last one is the newest)", 0.5, most + 0.5, _numbers(most))
+    emulated = any("emulated" in str(runs.newest.get("device")) for runs in found)
+    label = f"committed run (the last one is the newest{'; emulated GPU' if emulated else ''})"
+    return Axis(label, 0.5, most + 0.5, _numbers(most))
 
 
 def _steps_axis(steps: int) -> Axis:
-    return Axis("step after the fastest path became four times slower", 0.5, steps + 0.5, _numbers(steps))
+    return Axis(
+        "step after the fastest path became four times slower (emulated GPU)", 0.5, steps + 0.5, _numbers(steps)
+    )
 
 
 def _numbers(count: int) -> tuple[tuple[float, str], ...]:
