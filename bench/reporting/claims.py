@@ -1,0 +1,366 @@
+"""The claims of the benches whose results are lines of bench/results: what each promises, and where its figures are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from reporting import plots
+from reporting.chart import Level
+from reporting.figures import (
+    COUNT,
+    FINE_PERCENT,
+    MILLISECONDS,
+    PERCENT,
+    RATIO,
+    SECONDS,
+    SHOWN_MILLISECONDS,
+    THOUSANDTHS,
+    Bound,
+    Figure,
+)  # fmt: skip
+from reporting.lines import Line
+from reporting.plots import Plot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One section of the page. says: the claim with its bound. spread: what the brackets in the table are. kind: what
+    is written beside the hardware of a line; None leaves the line out. device: whether all lines are emulated or real;
+    without it each line says so. plot: draws all hardware, or one drawing for each if `each`. shows: what the plot
+    shows."""
+
+    script: str
+    says: str
+    figures: tuple[Figure, ...]
+    spread: str = "the quartiles"
+    kind: Callable[[Line], str | None] = lambda line: ""
+    device: str = ""
+    plot: Plot | None = None
+    shows: str = ""
+    each: bool = False
+    notes: tuple[str, ...] = ()
+    """Sentences below the table, for those who read it."""
+
+    @property
+    def prefix(self) -> str:
+        return self.script.removesuffix(".py").replace("_", "-")
+
+    def device_of(self, line: Line) -> str:
+        if self.device:
+            return self.device
+        device = str(line["device"])
+        return device.replace("emulated", "emulated GPU") if "emulated" in device else f"real: {device}"
+
+
+def _at_least_five_minutes(line: Line) -> str | None:
+    return "5 minutes" if line["seconds"] >= 300 else "less than 5 minutes"
+
+
+def _half_an_hour(line: Line) -> str | None:
+    return "30 minutes" if line["minutes"] >= 30 else "less than 30 minutes"
+
+
+def _present_form(line: Line) -> str | None:
+    if "emulated_rates" not in line:
+        return None
+    return "gradients released" if any(row.get("gradients") == "release" for row in line["table"]) else ""
+
+
+CPU_UPDATE: Final = Claim(
+    script="cpu_update.py",
+    says="The update on the CPU is as fast as memory allows, and faster than those of DeepSpeed and torch. The bounds: "
+    "at least the speed of a kernel that reads and writes the same memory without arithmetic, and more than 1.00 "
+    "times the speed of each of the two.",
+    device="real CPU",
+    figures=(
+        Figure("times as fast as DeepSpeed", "spread.ratio_vs_deepspeed", bound=Bound("above", 1)),
+        Figure(
+            "the same without DeepSpeed's upcast", "spread.ratio_vs_deepspeed_without_upcast", bound=Bound("above", 1)
+        ),
+        Figure("times as fast as torch", "spread.ratio_vs_torch_fused", bound=Bound("above", 1)),
+        Figure(
+            "speed, by that of the kernel without arithmetic", "spread.share_of_memory_bandwidth",
+            bound=Bound("at least", 1),
+        ),
+    ),
+    plot=plots.over_runs(
+        {"DeepSpeed": "spread.ratio_vs_deepspeed", "torch": "spread.ratio_vs_torch_fused"},
+        "times as fast as", RATIO, [Level("bound: equal", 1)],
+    ),
+    shows="how many times as fast as DeepSpeed and torch the update was in each committed run",
+)  # fmt: skip
+
+OVERHEAD: Final = Claim(
+    script="overhead.py",
+    says="Telemetry and control of a training run cost less than 0.5 % of the time of its steps.",
+    spread="least and most of the repeats; of the longer step, the 95 % interval",
+    figures=(
+        Figure("CPU time of all parts, of a step", "overhead_ratio", FINE_PERCENT, Bound("below", 0.005)),
+        Figure("a step is longer by", "paired_ratio", FINE_PERCENT),
+        Figure("step", "step_seconds", SECONDS),
+    ),
+    plot=plots.over_runs(
+        {"CPU time of all parts": "overhead_ratio"}, "CPU time of all parts, % of a step", PERCENT,
+        [Level("bound: 0.5 %", 0.005)],
+    ),
+    shows="the share of a step in each committed run",
+    notes=(
+        "The cost is near its bound. The same code is within it on one day and over it on another.",
+        "*A step is longer by* compares steps with and without telemetry. Its interval is wide, so it can only "
+        "contradict the claim.",
+    ),
+)  # fmt: skip
+
+SCRAPE: Final = Claim(
+    script="scrape.py",
+    says="A scrape of a rank with four storage paths takes less than 10 ms while the rank rests, and gives at most 600 "
+    "series.",
+    device="emulated GPU",
+    spread="not shown",
+    figures=(
+        Figure("at rest, median", "at_rest.milliseconds.median", SHOWN_MILLISECONDS, Bound("below", 10)),
+        Figure("at rest, 95th percentile", "at_rest.milliseconds.p95", SHOWN_MILLISECONDS),
+        Figure("in training, median", "in_training.milliseconds.median", SHOWN_MILLISECONDS),
+        Figure("in training, 95th percentile", "in_training.milliseconds.p95", SHOWN_MILLISECONDS),
+        Figure("series", "series", COUNT, Bound("at most", 600)),
+    ),
+    notes=("In training a scrape waits for a core and for the Python interpreter. There is no bound for that wait.",),
+)
+
+TIERED_UPDATE: Final = Claim(
+    script="tiered_update.py",
+    says="With state on one disk and the same host memory, backward and update are at least 1.7 times as fast as "
+    "DeepSpeed's. The goal is 2.5 times.",
+    figures=(
+        Figure(
+            "times as fast as DeepSpeed", "spread.ratio_vs_deepspeed",
+            bound=Bound("at least", 1.7), goal=Bound("at least", 2.5),
+        ),
+        Figure("whole iteration", "spread.iteration_ratio"),
+        Figure(
+            "disk speed in the update, by fio's", "spread.share_of_disk_bandwidth", THOUSANDTHS,
+            goal=Bound("at least", 0.9),
+        ),
+        Figure("fetch, update and flush at once", "spread.overlap", goal=Bound("at least", 0.8)),
+        Figure(
+            "bf16: disk speed, by fio's", "bf16.spread.share_of_disk_bandwidth", THOUSANDTHS,
+            goal=Bound("at least", 0.9),
+        ),
+    ),
+    plot=plots.over_runs(
+        {"backward and update": "spread.ratio_vs_deepspeed"}, "times as fast as DeepSpeed", RATIO,
+        [Level("bound: 1.7", 1.7), Level("goal: 2.5", 2.5), Level("both at the disk's speed: 2.22", 2.222)],
+    ),
+    shows="how many times as fast as DeepSpeed backward and update were in each committed run",
+    notes=(
+        "DeepSpeed moves 2.22 times the bytes that Tidegate moves. So the ratio is 2.22 if both run at the speed of "
+        "the disk. On one disk the goal is out of reach.",
+        "The first two runs had no limit on the memory of a process.",
+    ),
+)  # fmt: skip
+
+ITERATION: Final = Claim(
+    script="iteration_vs_deepspeed.py",
+    says="An iteration of DeepSpeed ZeRO-3 is faster with Tidegate in it than with DeepSpeed's own offload, to NVMe "
+    "and to host memory. The bound is more than 1.00 times as fast.",
+    figures=(
+        Figure("NVMe: iteration", "spread.iteration_ratio_nvme", bound=Bound("above", 1)),
+        Figure("NVMe: update", "spread.update_ratio_nvme"),
+        Figure("host memory: iteration", "spread.iteration_ratio_cpu", bound=Bound("above", 1)),
+        Figure("host memory: update", "spread.update_ratio_cpu"),
+    ),
+    plot=plots.over_runs(
+        {"NVMe": "spread.iteration_ratio_nvme", "host memory": "spread.iteration_ratio_cpu"},
+        "iteration: times as fast as DeepSpeed", RATIO, [Level("bound: equal", 1)],
+    ),
+    shows="how many times as fast as DeepSpeed an iteration was in each committed run",
+    notes=(
+        "DeepSpeed sums the gradient norm in its backward, and Tidegate in its update. So the ratio of the updates "
+        "alone is too small.",
+        "Where there is a GPU, the GPU sums the norm. See [the GPU runs](#gpu).",
+    ),
+)  # fmt: skip
+
+MULTIPATH: Final = Claim(
+    script="multipath.py",
+    says="Several storage paths together have at least 0.95 of the sum of their speeds. The tier split is at most one "
+    "subgroup off the best one. After a change of speed the update is within 10 % of the best after at most 5 steps.",
+    figures=tuple(
+        figure
+        for count in ("2", "3")
+        for figure in (
+            Figure(
+                f"{count} paths: speed, by the sum", f"{count}_paths.constant.spread.aggregate_share",
+                bound=Bound("at least", 0.95),
+            ),
+            Figure(
+                f"{count} paths: split off by", f"{count}_paths.constant.split_off_by", COUNT, Bound("at most", 1)
+            ),
+            Figure(
+                f"{count} paths: steps to adapt", f"{count}_paths.slowed.steps_to_adapt", COUNT, Bound("at most", 5)
+            ),
+        )
+    ),
+    plot=plots.adaptation,
+    shows="the update time in each step after the fastest path became four times slower (newest run)",
+    notes=(
+        "The kernel limits the paths: 200, 100 and 50 MB/s each way.",
+        "The first run did not measure the change of speed. In the second run, `steps_to_adapt` was a stricter figure.",
+    ),
+)  # fmt: skip
+
+ABLATION: Final = Claim(
+    script="ablation_tiers.py",
+    says="Each feature of the storage tiers makes the update shorter: without it, the update takes more than 1.00 "
+    "times as long.",
+    figures=tuple(
+        Figure(name, f"variants.{key}.slower_by", bound=Bound("above", 1)) for key, name in plots.ABLATIONS.items()
+    ),
+    plot=plots.ablation,
+    shows="how much longer the update takes without each feature (newest run)",
+    notes=(
+        "Weights with 16 bits need a remainder beside them: 18.3 bytes a parameter are moved, and 14.7 with fp32.",
+        "This virtual disk serves several processes at once better than one. On such a disk exclusive access does not "
+        "pay.",
+    ),
+)
+
+DAEMON_LOAD: Final = Claim(
+    script="daemon_load.py",
+    says="One daemon serves 512 ranks that report every second. It answers 99 of 100 reports within 100 ms. A change "
+    "of knobs reaches 99 of 100 ranks within 1 s. Its memory grows by less than 5 % in 5 minutes.",
+    device="real; simulated ranks",
+    kind=_at_least_five_minutes,
+    spread="not shown",
+    figures=(
+        Figure("report, median", "report_p50_seconds", MILLISECONDS),
+        Figure("report, 99th percentile", "report_p99_seconds", MILLISECONDS, Bound("below", 0.1)),
+        Figure("change, median", "patch_p50_seconds", SECONDS),
+        Figure("change, 99th percentile", "patch_p99_seconds", SECONDS, Bound("below", 1)),
+        Figure("growth of memory", "rss_slope", PERCENT, Bound("below", 0.05)),
+    ),
+    notes=(
+        "The claim is about a quiet machine. Most of the shorter runs had other programs beside them, so that the "
+        "daemon waited for a core.",
+    ),
+)
+
+INTERLEAVING: Final = Claim(
+    script="interleaving.py",
+    says="The stride that `auto` finds is as fast as the best fixed one: it takes at most 1.00 of its time. With the "
+    "same residents, TwinFlow's static split takes more than 1.00 times as long.",
+    spread="the 95 % intervals",
+    figures=(
+        Figure("time of auto, by that of the best fixed stride", "auto_by_best_fixed", bound=Bound("at most", 1)),
+        Figure("time of TwinFlow, by that of auto", "twinflow_by_auto_same_residents", bound=Bound("above", 1)),
+        Figure("auto: times as fast as all on the CPU", "speedup_over_cpu.auto"),
+    ),
+    plot=plots.interleaving,
+    shows="the update time by stride (newest run)",
+    notes=(
+        "All lanes are slowed down to stated rates, so these figures say nothing about a GPU.",
+        "`auto` may choose a stride between the whole numbers, such as 2.25. So it can be faster than each fixed one.",
+    ),
+)
+
+TUNER: Final = Claim(
+    script="tuner.py",
+    says="In real time the tuner is within 5 % of the best stride 20 steps after the worst one, and again after the "
+    "link became half as fast. With ±20 % of noise it makes at most one change in 50 steps.",
+    spread="not measured",
+    figures=(
+        Figure("20 steps after the worst: off the best by", "from_worst.off_best", PERCENT, Bound("at most", 0.05)),
+        Figure("near the best from step", "from_worst.near_from_step", COUNT),
+        Figure("after the link halved: off the best by", "after_halving.off_best", PERCENT, Bound("at most", 0.05)),
+        Figure("changes in the noisy steps", "with_noise.changes", COUNT, Bound("at most", 4)),
+        Figure("noisy steps", "with_noise.steps", COUNT),
+        Figure("after them: off the best by", "with_noise.off_best", PERCENT),
+    ),
+    plot=plots.strides_of_the_tuner,
+    shows="the update time of each fixed stride, which the tuner does not know (newest run)",
+    notes=(
+        "All lanes are slowed down to stated rates, so these figures say nothing about a GPU.",
+        "The link has its whole speed again 40 steps before the noisy steps begin. There is no bound for how far the "
+        "last stride is off the best one then.",
+    ),
+)
+
+OBJECT_STORE: Final = Claim(
+    script="object_store.py",
+    says="A path in an object store moves as many bytes a second as its client library does alone: at least 1.00 of "
+    "its speed.",
+    device="emulated GPU; server on the same cores",
+    figures=(
+        Figure("writes: speed, by the client's", "share.write", bound=Bound("at least", 1)),
+        Figure("reads: speed, by the client's", "share.read", bound=Bound("at least", 1)),
+        Figure("whole steps: speed, by the client's", "share.step", bound=Bound("at least", 1)),
+    ),
+    notes=(
+        "No real object store was measured. The server and both clients share two cores. The signature of each request "
+        "over http takes about half of the CPU time of writes.",
+    ),
+)
+
+PREDICTION: Final = Claim(
+    script="prediction.py",
+    says="The time of an update under other knobs is predicted from one calibration. The median error is at most 10 %, "
+    "and 95 of 100 errors are at most 25 %. The configuration with the best prediction is at most 5 % slower than the "
+    "fastest one.",
+    device="emulated GPU; real CPU and disk",
+    kind=_present_form,
+    spread="not measured",
+    figures=(
+        Figure("median error", "median_abs_error", PERCENT, Bound("at most", 0.10)),
+        Figure("95 of 100 errors", "p95_abs_error", PERCENT, Bound("at most", 0.25)),
+        Figure("predicted best: slower than the fastest by", "pick_regret", PERCENT, Bound("at most", 0.05)),
+        Figure("median error if the mean is predicted", "mean_median_abs_error", PERCENT),
+        Figure("median error of the papers' equations", "equation_median_abs_error", PERCENT),
+        Figure("median error, emulated lanes", "emulated_lanes.median_abs_error", PERCENT),
+    ),
+    plot=plots.predictions,
+    shows="predicted and measured update times (newest run)",
+    each=True,
+    notes=(
+        "Older lines of the file have no `emulated_rates`. They are of another emulated device and are not counted.",
+    ),
+)
+
+SOAK: Final = Claim(
+    script="soak.py",
+    says="The live view can stay open with 8 ranks. Memory of its server and of the browser grows by less than 5 %, "
+    "and 95 of 100 refreshes take less than 0.5 s.",
+    device="real; simulated ranks",
+    kind=_half_an_hour,
+    spread="not shown",
+    figures=(
+        Figure("server", "server_slope", PERCENT, Bound("below", 0.05)),
+        Figure("browser", "browser_slope", PERCENT, Bound("below", 0.05)),
+        Figure("JavaScript heap", "heap_slope", PERCENT, Bound("below", 0.05)),
+        Figure("refresh, median", "refresh_median_seconds", SECONDS),
+        Figure("refresh, 95th percentile", "refresh_p95_seconds", SECONDS, Bound("below", 0.5)),
+    ),
+    plot=plots.memory,
+    shows="memory over time (newest run of the first row)",
+    notes=("The shorter runs had other programs beside them.",),
+)
+
+FIRST_PAINT: Final = Claim(
+    script="first_paint.py",
+    says="With 100 runs the live view shows its first cards in less than 2 s.",
+    device="real; simulated runs",
+    spread="least and most of ten pages",
+    figures=(
+        Figure("first card", "first_card_seconds", SECONDS, Bound("below", 2)),
+        Figure("first paint", "paint_seconds", SECONDS),
+        Figure("whole page", "all_seconds", SECONDS),
+        Figure("first card after the server's start", "after_start.first_card_seconds", SECONDS),
+    ),
+)
+
+CLAIMS: Final = (
+    CPU_UPDATE, OVERHEAD, SCRAPE, TIERED_UPDATE, ITERATION, MULTIPATH, ABLATION, DAEMON_LOAD, INTERLEAVING, TUNER,
+    OBJECT_STORE, PREDICTION, SOAK, FIRST_PAINT,
+)  # fmt: skip
+"""In the order of the page."""

@@ -1,0 +1,202 @@
+"""What the runs of bench/gpu.sh have measured, one column for each kind of GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from reporting import plots
+from reporting.figures import COUNT, PERCENT, RATIO, Bound, Unit, rows_of
+from reporting.gantt import gantt
+from reporting.lines import Line, Value, hardware, of_spread, value
+
+GIGABYTES: Final = Unit(1e-9, 1, " GB/s")
+BILLIONS: Final = Unit(1e-9, 1, " · 10⁹ a second")
+SECONDS: Final = Unit(digits=3, name=" s")
+MEMORY: Final = Unit(1e-9, 1, " GB")
+SIDES: Final = {
+    "tidegate": "Tidegate",
+    "tidegate_static": "Tidegate with 20 % resident",
+    "tidegate_overlap": "Tidegate with the update over the forward",
+    "all_cpu": "Tidegate with all updates on the CPU",
+    "zero3_cpu": "DeepSpeed ZeRO-3 with CPU offload",
+    "superoffload": "SuperOffload",
+    "twinflow_static": "TwinFlow",
+    "torchao": "torchao",
+    "resident": "all state on the GPU",
+}
+"""Sides of the stage iterations-1b, and what the page calls them."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The results of one kind of GPU: `files` has the content of each file of its folder, by its name."""
+
+    folder: Path
+    files: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return hardware(self.folder.name.removeprefix("gpu-"))
+
+    def figure(self, file: str, path: str, unit: Unit) -> str:
+        return unit.show(value(self.files.get(file, {}), path))
+
+
+def gpus(results: Path) -> list[Gpu]:
+    return [
+        Gpu(folder, {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))})
+        for folder in sorted(results.glob("gpu-*"))
+    ]
+
+
+Cell = Callable[[Gpu], str]
+
+ROWS: Final[tuple[tuple[str, Cell], ...]] = (
+    ("checks of `tidegate doctor --gpu` that are good", lambda gpu: _doctor(gpu)),
+    ("tests that need a GPU", lambda gpu: f"{gpu.figure('tests', 'counts.passed', COUNT)} passed"),
+    ("weights that differ from the oracle's (bound: at most 0)", lambda gpu: _parity(gpu)),
+    ("copies to the GPU, alone", lambda gpu: gpu.figure("links", "alone.h2d", GIGABYTES)),
+    ("copies from the GPU, alone", lambda gpu: gpu.figure("links", "alone.d2h", GIGABYTES)),
+    ("copies to the GPU, both ways at once", lambda gpu: gpu.figure("links", "both_at_once.h2d", GIGABYTES)),
+    ("copies from the GPU, both ways at once", lambda gpu: gpu.figure("links", "both_at_once.d2h", GIGABYTES)),
+    ("parameters updated on the GPU", lambda gpu: gpu.figure("links", "device_update_params_per_second", BILLIONS)),
+    ("parameters updated on the CPU", lambda gpu: gpu.figure("links", "cpu_update_params_per_second", BILLIONS)),
+    ("copies both ways at once in an update, by CUPTI", lambda gpu: _overlap(gpu, "kineto", "h2d+d2h")),
+    ("the same, by the engine's events", lambda gpu: _overlap(gpu, "ours", "h2d+d2h")),
+    ("60 steps of `tidegate demo`", lambda gpu: gpu.figure("demo-summary", "seconds", SECONDS)),
+)
+
+
+def paragraphs(gpu: Gpu) -> Iterator[str]:
+    """The tables of one kind of GPU below the common one."""
+    if "updates" in gpu.files:
+        yield f"### Updates on {gpu.name}"
+        yield _updates(gpu)
+        yield f"![Update time by stride on {gpu.name}](images/results/{gpu.folder.name}-strides.svg)"
+        yield rows_of(["static ratio", "stride", "update", "predicted", "error"], _settings(gpu.files["updates"]))
+    if "iterations-1b" in gpu.files:
+        yield f"### Iterations on {gpu.name}"
+        yield from _iterations(gpu)
+    if "timeline-llama-1b" in gpu.files:
+        yield f"### One iteration on {gpu.name}"
+        yield (
+            f"The timeline of one iteration with stride {gpu.files['timeline-llama-1b']['stride']:g}. A bar is one "
+            "operation. Its number is the number of its subgroup. The row of the GPU has Tidegate's operations alone: "
+            "forward and backward are in the row of phases."
+        )
+        yield f"![Gantt chart of one iteration on {gpu.name}](images/results/{gpu.folder.name}-timeline.svg)"
+    yield _origin(gpu)
+
+
+def status(gpu: Gpu) -> str:
+    """The bounds of the stages `parity` and `iterations-1b` in a few words."""
+    differ = gpu.files.get("parity", {}).get("weights_unlike_the_oracle")
+    ratio = gpu.files.get("iterations-1b", {}).get("speedup", {}).get("zero3_cpu", {}).get("iteration_seconds")
+    missed = [differ is not None and differ > 0, ratio is not None and ratio <= 1]
+    return f"{gpu.name}: **misses {sum(missed)} bounds**" if any(missed) else f"{gpu.name}: within all bounds"
+
+
+def drawings(gpu: Gpu) -> dict[str, str]:
+    """The plots of one kind of GPU, by name."""
+    found = {}
+    if "updates" in gpu.files:
+        found[f"{gpu.folder.name}-strides"] = plots.strides(gpu.files["updates"]["settings"])
+    if "timeline-llama-1b" in gpu.files:
+        found[f"{gpu.folder.name}-timeline"] = gantt(gpu.files["timeline-llama-1b"])
+    return found
+
+
+def _doctor(gpu: Gpu) -> str:
+    verdicts = [check["verdict"] for check in gpu.files.get("doctor", [])]
+    return f"{verdicts.count('good')} of {len(verdicts)}"
+
+
+def _parity(gpu: Gpu) -> str:
+    found = gpu.files.get("parity")
+    if found is None:
+        return "not measured"
+    differ = found["weights_unlike_the_oracle"]
+    text = f"{differ:,} of {found['numel']:,}, after {found['steps']} steps"
+    return text if Bound("at most", 0).holds(differ) else f"**{text}, missed**"
+
+
+def _overlap(gpu: Gpu, side: str, pair: str) -> str:
+    share = gpu.files.get("trace", {}).get(side, {}).get("overlap", {}).get(pair)
+    return PERCENT.show(None if share is None else Value(share))
+
+
+def _updates(gpu: Gpu) -> str:
+    found = gpu.files["updates"]
+    rows = [row for row in found["settings"] if row["static_ratio"] == 0]
+    best = min(rows, key=lambda row: row["update_seconds"]["median"])
+    alone = next(row for row in rows if row["stride"] == "off")
+    faster = alone["update_seconds"]["median"] / best["update_seconds"]["median"]
+    errors = [abs(_error(row)) for row in found["settings"]]
+    return (
+        f"One update of {found['numel'] / 1e9:g} · 10⁹ parameters, without a backward. The fastest stride is "
+        f"{best['stride']:g}: {SECONDS.show(of_spread(best['update_seconds']))}. That is {RATIO.number(faster)} times "
+        "as fast as all updates on the CPU. The prediction knows the speed of each lane alone, and not what lanes take "
+        f"from each other: it is up to {PERCENT.number(max(errors))} % too small."
+    )
+
+
+def _settings(found: Line) -> Iterator[list[str]]:
+    for row in found["settings"]:
+        yield [
+            f"{row['static_ratio']:g}", str(row["stride"]).removesuffix(".0"),
+            SECONDS.show(of_spread(row["update_seconds"])), SECONDS.show(Value(row["predicted_seconds"])),
+            f"{100 * _error(row):+.0f} %",
+        ]  # fmt: skip
+
+
+def _error(row: Line) -> float:
+    return float(row["predicted_seconds"] / row["update_seconds"]["median"] - 1)
+
+
+def _iterations(gpu: Gpu) -> Iterator[str]:
+    found = gpu.files["iterations-1b"]
+    heads = ["side", "turns", "iteration", "update", "peak of GPU memory", "of host memory"]
+    rows: list[list[str]] = []
+    missing: dict[str, list[str]] = {}
+    for side, turns in found["rounds"].items():
+        measured = [turn for turn in turns if "iteration_seconds" in turn]
+        name = SIDES.get(side, side)
+        if not measured:
+            missing.setdefault(turns[-1]["not_measured"], []).append(name)
+            continue
+        last = measured[-1]
+        times = [SECONDS.show(of_spread(last[f"{key}_seconds"])) for key in ("iteration", "update")]
+        peaks = [MEMORY.show(Value(last[f"peak_{key}_bytes"])) for key in ("device", "host")]
+        rows.append([name, str(len(measured)), *times, *peaks])
+    yield (
+        "Whole iterations of a Llama with 1.1 · 10⁹ parameters. **Claim.** They are more than 1.00 times as fast as "
+        "those of DeepSpeed ZeRO-3 with CPU offload."
+    )
+    yield rows_of(heads, rows)
+    ratio = found["speedup"].get("zero3_cpu", {}).get("iteration_seconds")
+    if ratio:
+        verdict = "within the bound" if ratio > 1 else "**the bound is missed**"
+        yield f"Tidegate's iteration is {RATIO.number(ratio)} times as fast: {verdict}."
+    if missing:
+        said = [f"{', '.join(names)} ({reason})" for reason, names in missing.items()]
+        yield f"Not measured: {'; '.join(said)}."
+    other = gpu.files.get("iterations-1b-another-machine")
+    if other:
+        first = next(iter(other["rows"].values()))
+        yield (
+            f"On another machine of the same kind the iteration of {SIDES[first['side']]} took "
+            f"{SECONDS.show(of_spread(first['iteration_seconds']))}."
+        )
+
+
+def _origin(gpu: Gpu) -> str:
+    about = gpu.files["about"]
+    commits = "; ".join(f"{files}: {commit}" for files, commit in about["commits"].items())
+    return (
+        f"**Machine.** {about['machine']}. **Measured** {about['measured']}. **Commits.** {commits}. "
+        f"**Files.** [{gpu.folder.name}](../bench/results/{gpu.folder.name}/about.json)."
+    )
