@@ -31,6 +31,8 @@ FRAMES, FRAME_MS, LAST_MS = 40, 500, 3000
 CHANGES = {8: ("stride=off",), 24: ("stride=2",)}
 """Knobs that are set before a frame, by the frame's number."""
 COLOURS = 64
+WARM_UP_SECONDS = 15
+"""Time in which the page collects steps, before the first picture."""
 
 
 def frames(demo: Demo) -> list[Image.Image]:
@@ -53,7 +55,8 @@ def main() -> None:
         ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
         demo = Demo(Path(folder), ["demo", "--steps", "100000", "--run", "llama", "--stride", "2", *ports])
         try:
-            until(lambda: "step 30/" in demo.said, "step 30", 120)
+            until(lambda: "  step 1/" in demo.said, "the first step", 120)
+            time.sleep(WARM_UP_SECONDS)
             taken = frames(demo)
         finally:
             demo.process.terminate()
