@@ -13,9 +13,11 @@ import pytest
 import typer
 import yaml
 
-from docs import draw_plans, flowchart, hooks, write_reference
+import tidegate
+from docs import docstrings, draw_plans, flowchart, hooks, write_reference
 from tests.documented import blocks, program, replaced
 from tests.services import ROOT
+from tidegate import errors
 from tidegate.cli.main import app
 
 DOCS = ROOT / "docs"
@@ -49,6 +51,12 @@ def test_the_drawings_are_those_of_the_plans() -> None:
 
 def test_the_reference_pages_are_those_of_the_code() -> None:
     assert write_reference.main(["--check"]) == 0
+
+
+def test_the_python_page_has_every_public_name() -> None:
+    """But for errors, which have a page of their own."""
+    named = re.findall(r"^::: tidegate\.(\w+)$", (DOCS / "reference" / "python.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(set(tidegate.__all__) - set(vars(errors)))
 
 
 def test_generators_say_how_they_are_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,3 +162,9 @@ def test_the_settings_for_storage_work(tmp_path: Path) -> None:
     (written,) = blocks("guides/choose-paths", "5. Write it down")
     exec(compile(written, "choose-paths.md", "exec"), names)
     assert list(names["offload"].paths) == ["nvme", "pfs"]
+
+
+def test_parameters_of_a_docstring_are_a_list() -> None:
+    written = "Does it.\n\nparams, lr: as in torch.\nkeep: how many\n    stay.\n\nRaises ConfigError: never."
+    listed = "Does it.\n\n- **params, lr**: as in torch.\n- **keep**: how many\n    stay.\n\nRaises ConfigError: never."
+    assert docstrings.with_lists(written) == listed
