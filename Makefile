@@ -86,7 +86,7 @@ $(PARTS:%=test-%): test-%: $(VENV)/test system
 timed = began=$$SECONDS; status=0; $(1) || status=$$?; echo "== took $$((SECONDS - began)) s: make $@"; exit $$status
 
 .PHONY: check
-check: $(VENV)/test docs ## lint, format, types, import contracts and the site of the documentation
+check: $(VENV)/test ## lint, format, types, import contracts and the site of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy tidegate
@@ -96,6 +96,7 @@ check: $(VENV)/test docs ## lint, format, types, import contracts and the site o
 	  promtool check rules --lint=all --lint-fatal grafana/prometheus/rules/*.yml; \
 	fi
 	@if command -v amtool >/dev/null; then amtool check-config grafana/prometheus/alertmanager.yml; fi
+	@$(MAKE) --no-print-directory docs
 
 # NO_MKDOCS_2_WARNING leaves out what Material says about a later MkDocs at each start.
 .PHONY: docs
