@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path, PurePosixPath
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, Final
 
 from docs.flowchart import as_html
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 FOREIGN: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+BLOCK_IN_LIST: Final = re.compile(r"^ {3}```.*?^ {3}```$", re.MULTILINE | re.DOTALL)
+"""A block of code in an item of a numbered list: GitHub takes three spaces, Python's Markdown needs four."""
 LINK: Final = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -34,7 +37,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
-    return within_site(markdown, page.file.src_uri, config.repo_url)
+    return BLOCK_IN_LIST.sub(
+        lambda block: indent(block[0], " "), within_site(markdown, page.file.src_uri, config.repo_url)
+    )
 
 
 def on_post_page(output: str, *, page: Page, **_: object) -> str:

@@ -94,6 +94,11 @@ def test_links_out_of_docs(repo_url: str | None, expected: str) -> None:
     assert hooks.within_site(page, "gpu.md", repo_url) == expected
 
 
+def test_blocks_in_numbered_lists_are_moved() -> None:
+    (block,) = hooks.BLOCK_IN_LIST.findall("2. Look:\n\n   ```bash\n   ls\n   ```\n\n```bash\nls\n```\n")
+    assert block == "   ```bash\n   ls\n   ```"
+
+
 def test_links_within_docs_and_to_nothing_stay() -> None:
     page = "[a](../storage.md), [b](../../nothing.md), ![c](../images/live-view.png)"
     assert hooks.within_site(page, "guides/x.md", None) == page
