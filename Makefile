@@ -98,10 +98,11 @@ check: $(VENV)/test ## lint, format, types, import contracts and the site of the
 	@if command -v amtool >/dev/null; then amtool check-config grafana/prometheus/alertmanager.yml; fi
 	@$(MAKE) --no-print-directory docs
 
-# NO_MKDOCS_2_WARNING leaves out what Material says about a later MkDocs at each start.
+# NO_MKDOCS_2_WARNING leaves out what Material says about a later MkDocs at each start. With --quiet, --strict would not
+# see warnings.
 .PHONY: docs
 docs: $(VENV)/docs ## build the site of the documentation into build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean --strict
 	@echo "the site: build/site/index.html"
 
 .PHONY: bench
