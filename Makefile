@@ -51,7 +51,11 @@ $(VENV)/demo: $(VENV)/created $(SOURCES)
 
 $(VENV)/test: $(VENV)/created $(SOURCES)
 	@began=$$SECONDS; $(BIN)/pip install --quiet -e '.[test]'; echo "== installing took $$((SECONDS - began)) s"
-	@touch $@ $(VENV)/demo
+	@touch $@ $(VENV)/demo $(VENV)/docs
+
+$(VENV)/docs: $(VENV)/created $(SOURCES)
+	@began=$$SECONDS; $(BIN)/pip install --quiet -e '.[docs]'; echo "== installing took $$((SECONDS - began)) s"
+	@touch $@
 
 # DeepSpeed compiles its optimizer when it is first used on a machine: minutes that no test should wait for.
 $(VENV)/deepspeed: $(VENV)/test
@@ -82,7 +86,7 @@ $(PARTS:%=test-%): test-%: $(VENV)/test system
 timed = began=$$SECONDS; status=0; $(1) || status=$$?; echo "== took $$((SECONDS - began)) s: make $@"; exit $$status
 
 .PHONY: check
-check: $(VENV)/test ## lint, format, types and import contracts
+check: $(VENV)/test ## lint, format, types, import contracts and the site of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy tidegate
@@ -92,6 +96,14 @@ check: $(VENV)/test ## lint, format, types and import contracts
 	  promtool check rules --lint=all --lint-fatal grafana/prometheus/rules/*.yml; \
 	fi
 	@if command -v amtool >/dev/null; then amtool check-config grafana/prometheus/alertmanager.yml; fi
+	@$(MAKE) --no-print-directory docs
+
+# NO_MKDOCS_2_WARNING leaves out what Material says about a later MkDocs at each start. With --quiet, --strict would not
+# see warnings.
+.PHONY: docs
+docs: $(VENV)/docs ## build the site of the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean --strict
+	@echo "the site: build/site/index.html"
 
 .PHONY: bench
 bench: $(VENV)/test ## measure what the README claims (BENCH=bench/papers.py BENCH_ARGS=--variants: one, its arguments)

@@ -1,0 +1,177 @@
+"""The site of the documentation: its pages, its drawings, what its pages have readers run. `make check` builds it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import tidegate
+from docs import docstrings, draw_plans, flowchart, hooks, write_reference
+from tests.documented import blocks, program, replaced
+from tests.services import ROOT
+from tidegate import errors
+from tidegate.cli.main import app
+
+DOCS = ROOT / "docs"
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md"))
+
+
+def leaves(nav: Any) -> Iterator[str]:
+    """The pages that a part of the navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from leaves(part)
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    assert sorted(leaves(SITE["nav"])) == PAGES
+
+
+def test_the_site_is_built_strictly_and_by_make_check() -> None:
+    assert SITE["strict"] is True
+    assert SITE["theme"]["font"] is False, "fonts would come from another host"
+    done = subprocess.run(["make", "-n", "-C", ROOT, "check"], capture_output=True, text=True, check=True)
+    (command,) = re.findall(r"mkdocs build .*", done.stdout)
+    assert "--strict" in command
+    assert "--quiet" not in command, "warnings would not be counted"
+
+
+def test_the_drawings_are_those_of_the_plans() -> None:
+    assert draw_plans.main(["--check"]) == 0
+
+
+def test_the_reference_pages_are_those_of_the_code() -> None:
+    assert write_reference.main(["--check"]) == 0
+
+
+def test_the_python_page_has_every_public_name() -> None:
+    """But for errors, which have a page of their own."""
+    named = re.findall(r"^::: tidegate\.(\w+)$", (DOCS / "reference" / "python.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(set(tidegate.__all__) - set(vars(errors)))
+
+
+def test_generators_say_how_they_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw_plans.main(["--help"]) == write_reference.main(["--help"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_every_page_with_a_drawing_is_there() -> None:
+    named = set(re.findall(r"\(images/([\w-]+)\.svg\)", (DOCS / "concepts.md").read_text()))
+    assert named == set(draw_plans.PICTURES) == {file.stem for file in (DOCS / "images").glob("*.svg")}
+
+
+def test_interleaving_is_drawn_as_the_shortest_update() -> None:
+    """What the text beside the drawing says of its four plans."""
+    off = draw_plans.seconds(draw_plans.update("off", 0.0, "sequential"))
+    static = draw_plans.seconds(draw_plans.update("off", 0.25, "twinflow"))
+    interleaved = draw_plans.seconds(draw_plans.update(2.0, 0.0, "interleaved"))
+    both = draw_plans.seconds(draw_plans.update(2.0, 0.25, "interleaved"))
+    assert both < interleaved < static < off
+
+
+@pytest.mark.parametrize(
+    ("repo_url", "expected"),
+    [
+        (None, "see examples (`examples/README.md`), [x](storage.md#on-disk), `bench/gpu.sh`"),
+        (
+            "https://git.example/tide/",
+            "see [examples](https://git.example/tide/blob/HEAD/examples/README.md), [x](storage.md#on-disk), "
+            "[`bench/gpu.sh`](https://git.example/tide/blob/HEAD/bench/gpu.sh)",
+        ),
+    ],
+)
+def test_links_out_of_docs(repo_url: str | None, expected: str) -> None:
+    page = "see [examples](../examples/README.md), [x](storage.md#on-disk), [`bench/gpu.sh`](../bench/gpu.sh)"
+    assert hooks.within_site(page, "gpu.md", repo_url) == expected
+
+
+def test_blocks_in_numbered_lists_are_moved() -> None:
+    (block,) = hooks.BLOCK_IN_LIST.findall("2. Look:\n\n   ```bash\n   ls\n   ```\n\n```bash\nls\n```\n")
+    assert block == "   ```bash\n   ls\n   ```"
+
+
+def test_links_within_docs_and_to_nothing_stay() -> None:
+    page = "[a](../storage.md), [b](../../nothing.md), ![c](../images/live-view.png)"
+    assert hooks.within_site(page, "guides/x.md", None) == page
+
+
+@pytest.mark.parametrize("loaded", ['<script src="https://cdn.example/x.js">', "<link rel=x href=//fonts.example/f>"])
+def test_a_page_that_loads_from_another_host_is_refused(loaded: str) -> None:
+    assert hooks.FOREIGN.search(loaded)
+    assert not hooks.FOREIGN.search('<a href="https://ui.perfetto.dev">x</a><script src="assets/x.js">')
+
+
+def charts() -> list[str]:
+    return re.findall(r"```mermaid\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
+
+
+def test_a_flowchart_has_all_nodes_and_arrows() -> None:
+    assert charts()
+    for source in charts():
+        svg = flowchart.flowchart(source)
+        labels = flowchart.NODE.findall(source)
+        assert svg.count("<rect") == len(labels) == source.count('["')
+        assert all(f">{label}</text>" in svg for _, label in labels)
+        assert svg.count('fill="currentColor" fill-opacity') == source.count("-->"), "an arrow has one head"
+
+
+def test_arrows_lead_from_layer_to_layer() -> None:
+    layers, short = flowchart.layered(["a", "b", "c"], [("a", "b"), ("b", "c"), ("a", "c")])
+    assert layers == [["a"], ["b", "a c 1"], ["c"]]
+    assert short == [("a", "b"), ("b", "c"), ("a", "a c 1"), ("a c 1", "c")]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Calls of `tidegate` in blocks of shell, with their pages."""
+    found = []
+    for page in PAGES:
+        if page.startswith("guides/") or page == "quickstart.md":
+            for block in re.findall(r"```bash\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
+                lines = [line.partition(" > ")[0] for line in block.splitlines()]
+                found += [(page, line) for line in lines if re.match(r"(\.venv/bin/)?tidegate ", line)]
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_of_guides_have_known_options(page: str, line: str) -> None:
+    group: Any = typer.main.get_command(app)
+    words = shlex.split(line)[1:]
+    while hasattr(group, "commands"):
+        group = group.commands[words.pop(0)]
+    known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words if word.startswith("-")} <= known, f"{page}: {line}"
+
+
+def test_the_program_of_the_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    source = replaced(program("quickstart", "In your own loop"), "range(200)", "range(51)")
+    exec(compile(source, "quickstart.md", "exec"), {})
+    first, last = map(float, re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
+    assert last < 0.6 * first
+
+
+def test_the_settings_for_storage_work(tmp_path: Path) -> None:
+    (written,) = blocks("quickstart", "With storage")
+    names: dict[str, Any] = {}
+    exec("import tidegate, torch; model = torch.nn.Linear(4, 4)", names)
+    exec(compile(replaced(written, "/nvme/tide", str(tmp_path)), "quickstart.md", "exec"), names)
+    names["optimizer"].close()
+    (written,) = blocks("guides/choose-paths", "5. Write it down")
+    exec(compile(written, "choose-paths.md", "exec"), names)
+    assert list(names["offload"].paths) == ["nvme", "pfs"]
+
+
+def test_parameters_of_a_docstring_are_a_list() -> None:
+    written = "Does it.\n\nparams, lr: as in torch.\nkeep: how many\n    stay.\n\nRaises ConfigError: never."
+    listed = "Does it.\n\n- **params, lr**: as in torch.\n- **keep**: how many\n    stay.\n\nRaises ConfigError: never."
+    assert docstrings.with_lists(written) == listed
