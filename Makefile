@@ -105,7 +105,7 @@ $(VENV)/wheels: $(VENV)/created
 
 .PHONY: wheels
 wheels: $(VENV)/wheels ## build wheels into dist/: of all Pythons with Docker or Podman, without of this one
-	@export PATH="$(CURDIR)/$(BIN):$$PATH"; engine=; \
+	@export PATH="$(abspath $(BIN)):$$PATH"; engine=; \
 	for found in docker podman; do \
 	  if [ -z "$$engine" ] && $$found info >/dev/null 2>&1; then engine=$$found; fi; \
 	done; \
