@@ -35,13 +35,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "operation": (
         "alerts/**/test_*.py", "cli/test_cli.py", "cli/doctor/test_gpu.py", "demo/**/test_*.py",
-<<<<<<< HEAD
         "deployment/**/test_*.py", "grafana/**/test_*.py", "bench/test_results_page.py", "test_docs.py",
-        "test_layers.py", "test_packaging.py", "test_public_interface.py", "test_site.py",
-=======
-        "deployment/**/test_*.py", "grafana/**/test_*.py", "test_docs.py", "test_layers.py", "test_packaging.py",
-        "test_public_interface.py", "test_release.py",
->>>>>>> 8bc87776ba043bd630373efe8e576c019985c8b5
+        "test_layers.py", "test_packaging.py", "test_public_interface.py", "test_release.py",
+        "test_site.py",
     ),
 }  # fmt: skip
 """File names and patterns below `tests/`."""
