@@ -1,4 +1,4 @@
-"""Memory chart (the tide chart): peaks of device memory by phase above, host memory of the engine below."""
+"""Memory chart: peaks of device memory by phase above, host memory of the engine below."""
 
 from __future__ import annotations
 
