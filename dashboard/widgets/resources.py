@@ -77,7 +77,8 @@ def _by_phase(steps: tuple[StepReport, ...]) -> dict[tuple[str, str], tuple[floa
 def memory(snapshot: Snapshot) -> None:
     """Draws the memory chart of the newest steps: peaks of device memory by phase above, the engine's host memory
     below."""
-    st.html(markup.title("Memory", "above: peak on the device in each phase; below: what the engine holds in host memory"))
+    words = "above: peak on the device in each phase; below: what the engine holds in host memory"
+    st.html(markup.title("Memory", words))
     draw(memory_figure(snapshot.steps, snapshot.rank.device_memory_bytes), "memory")
 
 
