@@ -15,6 +15,8 @@ DEMO_ARGS ?=
 BENCH ?= $(wildcard bench/*.py)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+# Pages of the documentation, for the linter of prose.
+PAGES = $(wildcard *.md docs/*.md docs/*/*.md */README.md)
 # Files that are tested at the same time; quick tests wait now and then, so that two processors have time for three.
 JOBS ?=
 # Files are taken in the order in which tests/parts.py has them: those that take long first.
@@ -86,11 +88,13 @@ $(PARTS:%=test-%): test-%: $(VENV)/test system
 timed = began=$$SECONDS; status=0; $(1) || status=$$?; echo "== took $$((SECONDS - began)) s: make $@"; exit $$status
 
 .PHONY: check
-check: $(VENV)/test ## lint, format, types, import contracts and the site of the documentation
+check: $(VENV)/test ## lint, format, types, import contracts, spelling, prose and the site of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy tidegate
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/proselint check --config docs/proselint.json $(PAGES)
 	@if command -v promtool >/dev/null; then \
 	  promtool check config grafana/prometheus/prometheus.yml; \
 	  promtool check rules --lint=all --lint-fatal grafana/prometheus/rules/*.yml; \
