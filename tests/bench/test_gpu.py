@@ -75,7 +75,7 @@ def test_a_stage_that_fails_leaves_no_result(tmp_path: Path) -> None:
 def test_what_it_does_not_know_is_answered_with_its_usage() -> None:
     wrong = gpu_sh("--fast")
     assert wrong.returncode == 2
-    assert "bench/gpu.sh [--dry] [--out OUT] [STAGE...]" in wrong.stderr
+    assert "bench/gpu.sh [--dry] [--out OUT] [--seconds S] [STAGE...]" in wrong.stderr
 
 
 def tiny_wheel(folder: Path, name: str) -> None:
