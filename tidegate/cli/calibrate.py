@@ -20,14 +20,16 @@ from tidegate.terminal import say
 
 def calibrate(
     path: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=DIR", help="A storage path to measure; repeat it.")
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="NAME=DIR of a path to measure, as in nvme=/nvme/tide; repeat it."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure even if this hardware was measured before.")] = False,
     seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.01, max=60)] = 0.15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Measure the speeds of this machine (updates, copies, storage paths): each alone, then several at the same time.
-    The result is saved for this hardware."""
+    Paths must be directories: a run measures its object stores when it begins. The result is saved for this
+    hardware."""
     paths = named_places(path or [])
     with needs():
         from tidegate.agent.calibration import calibrate as measure

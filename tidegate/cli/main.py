@@ -174,7 +174,8 @@ def trace(
 @app.command()
 def doctor(
     path: Annotated[
-        list[str] | None, typer.Option("--path", help="A directory or s3://bucket/prefix of storage paths; repeat it.")
+        list[str] | None,
+        typer.Option("--path", help="A directory or s3://bucket/prefix of storage paths, without a name; repeat it."),
     ] = None,
     endpoint: Annotated[
         str, typer.Option("--endpoint", help="The server of s3:// paths, where not Amazon's.", callback=utf8)

@@ -135,11 +135,13 @@ _PATHS: Final = (
     ),
     _counter(
         "path_errors", "attempts", _LANE,
-        "Reads and writes of a storage path that failed, those that were repeated included.",
+        "Reads and writes of a storage path that failed, those that were repeated included. In a directory an attempt "
+        "moves the state of a subgroup; in an object store it is the request for one block.",
         screen="Storage paths", needs="paths",
     ),
     _counter(
-        "path_retries", "attempts", _LANE, "Reads and writes of a storage path that were repeated.",
+        "path_retries", "attempts", _LANE,
+        "Reads and writes of a storage path that were repeated. Attempts are those of tidegate_path_errors_total.",
         unseen="A part of the errors that the live view shows.", needs="paths",
     ),
     _counter(
@@ -156,17 +158,20 @@ _PATHS: Final = (
         screen="Storage paths", needs="paths",
     ),
     _gauge(
-        "path_free_bytes", "bytes", _PATH, "What more state may take on a storage path.",
+        "path_free_bytes", "bytes", _PATH,
+        "What more state may take on a storage path; absent for an object store without capacity_bytes.",
         screen="Storage paths", needs="paths",
     ),
     _gauge(
         "path_capacity_bytes", "bytes", _PATH,
-        "Size of a storage path: of its file system, or what the settings allow if that is less.",
+        "Size of a storage path: of its file system, or what the settings allow if that is less; absent for an object "
+        "store without capacity_bytes.",
         unseen="Free space as a share, for alerts.", needs="paths",
     ),
     _gauge(
         "path_written_bytes_per_day", "bytes/day", _PATH,
-        "Bytes that this rank writes to a storage path in a day at the pace of the last hour: what wears out an SSD.",
+        "Bytes that this rank writes to a storage path in a day at the pace of the last hour: what wears out an SSD; "
+        "absent for an object store.",
         screen="Storage paths", needs="paths",
     ),
     _gauge(
