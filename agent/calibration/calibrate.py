@@ -78,8 +78,8 @@ def calibrate(
     rounds: number of rounds, of which medians are taken.
     progress: called with the name of the next measurement.
 
-    Raises ConfigError if host memory does not suffice, and PathUnusable or PathFull for a directory that cannot hold
-    the state.
+    Raises ConfigError if host memory does not suffice or a path is an address of an object store, and PathUnusable or
+    PathFull for a directory that cannot hold the state.
     """
     numel = numel or _numel_beyond_caches()
     few = min(numel, NUMEL)

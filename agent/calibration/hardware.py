@@ -13,6 +13,7 @@ import torch
 
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.kernels import instruction_set
+from tidegate.knobs.setting_checks import check_directory
 
 PathLike = str | os.PathLike[str] | PathSettings
 
@@ -38,8 +39,12 @@ def last_level_cache_bytes(sys: Path = Path("/sys")) -> int:
 
 
 def settings_of(path: PathLike) -> PathSettings:
-    """The settings of a path. If `path` is only a directory, all other settings have their defaults."""
-    return path if isinstance(path, PathSettings) else PathSettings(directory=path)
+    """The settings of a path. If `path` is only a directory, all other settings have their defaults. ConfigError for
+    the address of an object store, because calibration measures directories only."""
+    if isinstance(path, PathSettings):
+        return path
+    check_directory("path", path, "leave it out; a run measures its paths in object stores when it begins")
+    return PathSettings(directory=path)
 
 
 def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:

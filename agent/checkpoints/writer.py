@@ -39,7 +39,7 @@ from tidegate.agent.engine.engine import Engine
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import CheckpointFailed, ConfigError, PathUnusable
-from tidegate.knobs.setting_checks import check_whole
+from tidegate.knobs.setting_checks import check_directory, check_whole
 
 AUTO_MEMORY_SHARE: Final = 0.5
 """Default limit of host memory for a checkpoint in the background, as a share of the free host memory. The memory is
@@ -79,6 +79,7 @@ class Target:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", check_whole("keep", self.keep, 1))
+        check_directory("directory", self.directory, "give a directory that all ranks can access")
 
 
 def save(contents: Contents, target: Target, ranks: Ranks) -> Checkpoint:

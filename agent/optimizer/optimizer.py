@@ -284,9 +284,9 @@ class Optimizer(OffloadedOptimizer):
             model's weights, become part of the checkpoint, with a checksum of each, and are deleted with it.
             ConfigError is raised if it writes anything but plain files and directories.
 
-        Raises PathFull if there is no space for the checkpoint, or for state that is flushed after it; CheckpointTaken
-        if another run or optimizer saves there; CheckpointFailed if the checkpoint cannot be written. Older checkpoints
-        are unchanged after an error, and training may continue.
+        Raises ConfigError if `directory` is an address such as s3://…; PathFull if there is no space for the checkpoint
+        or for state that is flushed after it; CheckpointTaken if another run or optimizer saves there; CheckpointFailed
+        if the checkpoint cannot be written. Older checkpoints are unchanged after an error, and training may continue.
         """
         self.wait()
         self._follow_before_first_step()
@@ -309,8 +309,8 @@ class Optimizer(OffloadedOptimizer):
             the free host memory. State that does not fit is written at once.
 
         The next checkpoint, `close` and the end of the process wait for this checkpoint. If it cannot be completed,
-        `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. Raises PathFull for the same
-        reasons as `save_checkpoint`.
+        `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. Raises ConfigError and PathFull
+        for the same reasons as `save_checkpoint`.
         """
         self.wait()
         self._follow_before_first_step()

@@ -1,4 +1,4 @@
-"""Checks of settings that are no knobs: whole numbers, numbers, flags, texts and words of a closed set.
+"""Checks of settings that are no knobs: whole numbers, numbers, flags, texts, words of a closed set and directories.
 
 Each function takes the name of the setting and the given value, and most return the value in its normal form.
 ConfigError names the setting, the value and what is accepted.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Sequence
 
 from tidegate.errors import ConfigError
@@ -72,6 +73,15 @@ def check_kind(name: str, value: object, kind: type | tuple[type, ...], example:
     valid value for the error message, as users write it."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}={value!r}{of} is a {type(value).__name__}: give {example}.")
+
+
+def check_directory(name: str, value: str | os.PathLike[str], remedy: str) -> None:
+    """Checks that `value` is no address, such as s3://bucket/prefix; ConfigError if it is one. An address that may hold
+    credentials is not quoted. `remedy`: what to do instead, for the error message."""
+    text = os.fspath(value)
+    if "://" in text:
+        shown = text if "@" not in text else f"{text.partition('://')[0]}://…"
+        raise ConfigError(f"{name}={shown!r} is an address, not a directory: {remedy}.")
 
 
 def _whole(value: object) -> int | None:

@@ -232,6 +232,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         measure.calibrate({"disk": tmp_path / "missing"}, **SMALL)
     with pytest.raises(ConfigError, match="lower numel"):
         measure.calibrate(numel=10**14)
+    with pytest.raises(ConfigError, match="path='s3://bucket/tide' is an address, not a directory: leave it out"):
+        measure.calibrate({"store": "s3://bucket/tide"}, **SMALL)
 
 
 def calibration(hardware: Mapping[str, str]) -> Calibration:
@@ -359,3 +361,5 @@ def test_the_command_refuses_what_is_no_path(tmp_path: Path) -> None:
     assert (done.returncode, "is not NAME=DIR" in done.stderr) == (2, True)
     with pytest.raises(ConfigError, match="cannot be called"):
         calibrate.calibrate(path=["Host=/tmp"])
+    with pytest.raises(ConfigError, match="path='s3://bucket/tide' is an address, not a directory: leave it out"):
+        calibrate.calibrate(path=["store=s3://bucket/tide"])

@@ -18,10 +18,7 @@ from tidegate.agent.checkpoints import background as draining
 from tidegate.agent.checkpoints import spare_files
 from tidegate.agent.checkpoints.discovery import find_checkpoints
 from tidegate.agent.checkpoints.reader import read_header
-from tidegate.errors import (
-    CheckpointFailed,
-    PathFull,
-)
+from tidegate.errors import CheckpointFailed, ConfigError, PathFull
 
 # ---- files
 
@@ -108,6 +105,25 @@ def test_what_the_user_saves_too_belongs_to_the_checkpoint(tmp_path: Path) -> No
         run.steps(1, 2)
         run.optimizer.save_checkpoint(tmp_path)
         assert names_in(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize("save", ["save_checkpoint", "begin_checkpoint"])
+@pytest.mark.parametrize(
+    ("address", "shown"), [("s3://bucket/x", "s3://bucket/x"), ("s3://key:hush@bucket/x", "s3://…")]
+)
+def test_an_address_is_refused_and_no_folder_is_made_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, address: str, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Run() as run:
+        run.steps(0, 1)
+        with pytest.raises(ConfigError) as refused:
+            getattr(run.optimizer, save)(address)
+        assert str(refused.value) == (
+            f"directory='{shown}' is an address, not a directory: give a directory that all ranks can access."
+        )
+        assert list(tmp_path.iterdir()) == []
+        run.steps(1, 2)
 
 
 # ---- interrupted
