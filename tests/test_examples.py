@@ -7,9 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.documented import blocks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -50,6 +53,28 @@ def test_plain_pytorch_takes_the_newest_of_several_checkpoints(tmp_path: Path) -
     run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
     shutil.copytree(tmp_path / "kept", older)
     assert "steps 40 to 60" in run(tmp_path, str(EXAMPLES / "plain_pytorch.py"))
+
+
+@pytest.mark.slow
+def test_ddp_resumes_all_ranks_with_and_without_a_scaler(tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "ddp.py")]
+    first = run(tmp_path, *launch)
+    second = run(tmp_path, *launch, "--dtype=float16")
+    assert "2 ranks, steps 0 to 10" in first
+    assert "2 ranks, steps 10 to 20" in second
+    assert loss_of(second) < loss_of(first)
+    for step in (10, 20):
+        of_first, of_second = sorted((tmp_path / "ddp" / "checkpoints" / f"step-{step}").glob("rank*-*"))
+        assert [file.name for file in of_first.glob("model.pt")] == ["model.pt"]
+        assert not list(of_second.glob("model.pt")), "only rank 0 saves the weights"
+        sizes = [sum(file.stat().st_size for file in part.glob("*.tide")) for part in (of_first, of_second)]
+        assert sizes[0] == sizes[1] > 0, "every rank has the whole state"
+    assert not list((tmp_path / "ddp" / "nvme").iterdir()), "the files of a run go with it"
+
+
+def test_the_page_has_the_program_of_the_ddp_example() -> None:
+    (written,) = blocks("frameworks", "DDP")
+    assert textwrap.indent(written, "    ") in (EXAMPLES / "ddp.py").read_text()
 
 
 @pytest.mark.slow
