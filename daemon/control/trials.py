@@ -166,7 +166,8 @@ class Trials:
     def roll_back(self, run: Run, to: int | None, author: str, reason: str) -> Generation:
         """Proposes the knobs of generation `to` as a new generation. Raises a problem if that is not possible.
 
-        `to` None: the generation before a running trial, else the newest one committed before the present generation.
+        `to` None: the generation before a running trial, else the newest one committed before the present generation
+        whose canary did not find it harmful.
         """
         target = self._target(run, to)
         now = run.control.committed.knobs
@@ -178,12 +179,13 @@ class Trials:
 
     def _target(self, run: Run, to: int | None) -> Generation:
         """The stored generation `to`. None: the generation before a running trial, else the newest one committed before
-        the present generation. Raises a problem if there is none, or if it cannot be read."""
+        the present generation whose canary did not find it harmful. Raises a problem if there is none, or if it cannot
+        be read."""
         committed = run.control.committed
         if to is None and committed.canary is not None and committed.canary.open:
             to = committed.canary.base
         if to is None:
-            to = self._store.newest_of(run.name, COMMITTED_STATES, below=committed.number)
+            to = self._newest_sound(run.name, below=committed.number)
         if to is None:
             raise ProblemError(409, "nothing-to-roll-back", f"Run {run.name!r} has no earlier generation.")
         if to > run.control.newest:
@@ -198,6 +200,15 @@ class Trials:
                 409, "never-ran", f"Generation {to} was {target.state}: no rank ever ran with it. Choose another one."
             )
         return target
+
+    def _newest_sound(self, run: str, below: int) -> int | None:
+        """The newest generation committed before `below` that no canary found harmful; None if there is none."""
+        while (number := self._store.newest_of(run, COMMITTED_STATES, below=below)) is not None:
+            found = self._store.generation(run, number)
+            if found is None or found.canary is None or found.canary.state not in ("condemned", "rolled_back"):
+                return number
+            below = number
+        return None
 
     def _propose(self, run: Run, target: Generation, author: str, reason: str) -> Generation:
         knobs, before = self._knobs(run, target), run.control.committed.knobs

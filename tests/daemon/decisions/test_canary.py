@@ -188,6 +188,18 @@ def test_rolled_back_by_all_ranks(daemon: Daemon) -> None:
     assert actions[-5:] == ["condemned", "proposed", "canary_ended", "committed", "applied"]
 
 
+def test_a_rollback_after_a_canary_that_went_back_does_not_restore_the_harmful_knobs(daemon: Daemon) -> None:
+    (agent,), client = on_trial(daemon), daemon.client()
+    run = agent.message.run
+    agent.train(11, 3.0)
+    wait_until(lambda: len(client.generations(run)) == 3, "the way back")
+    settle([agent])
+    assert client.generations(run)[1].canary.state == "rolled_back"  # type: ignore[union-attr]
+    with pytest.raises(DaemonError, match="has the knobs of generation 0 already"):
+        client.roll_back(run, wait=0)
+    assert client.roll_back(run, 1, wait=0).restores == 1, "who names the generation gets it"
+
+
 def test_a_rank_that_does_not_agree_to_go_back_is_asked_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidegate.daemon.control.trials.RETRY_SECONDS", 0.2)
     (agent,), client = on_trial(daemon), daemon.client()
