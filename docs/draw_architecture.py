@@ -1,6 +1,6 @@
 """Draws the rooms of Tidegate and their imports into `docs/architecture.md`, from the import graph of the code.
 
-`python docs/draw_architecture.py` writes the drawings between their markers; with `--check` it fails where they are not
+`python -m docs.draw_architecture` writes the drawings between their markers; with `--check` it fails where they are not
 what the code gives.
 """
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 import grimp
+
+from docs.generated import run
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = ROOT / "docs" / "architecture.md"
@@ -89,20 +91,7 @@ def redrawn(page: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
-    if arguments not in ([], ["--check"]):
-        print("usage: python docs/draw_architecture.py [--check]", file=sys.stderr)
-        return 2
-    before = PAGE.read_text()
-    after = redrawn(before)
-    if before == after:
-        return 0
-    if arguments:
-        print(f"{PAGE} does not show the imports of the code: run python docs/draw_architecture.py.", file=sys.stderr)
-        return 1
-    PAGE.write_text(after)
-    print(f"wrote {PAGE}")
-    return 0
+    return run("docs.draw_architecture", lambda: {PAGE: redrawn(PAGE.read_text())}, arguments)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from docs.generated import run
 from docs.svg import GREY, INK, arrow, badge, drawing, line, rect, text
 from tidegate.dashboard.style.palette import KIND, KIND_NAME, LANE, PHASE
 from tidegate.knobs.knobs import OFF, Off
@@ -260,23 +261,13 @@ def footer(y: float, words: str) -> Iterator[str]:
 PICTURES: Final = {"interleaved-update": interleaved_update, "tiers": tiers, "knob-change": knob_change}
 
 
+def files() -> dict[Path, str]:
+    """The content of each picture, by its path."""
+    return {IMAGES / f"{name}.svg": draw() for name, draw in PICTURES.items()}
+
+
 def main(arguments: list[str]) -> int:
-    """The exit status."""
-    if arguments not in ([], ["--check"]):
-        print("usage: python -m docs.draw_plans [--check]", file=sys.stderr)
-        return 2
-    stale = {}
-    for name, draw in PICTURES.items():
-        file, found = IMAGES / f"{name}.svg", draw()
-        if not file.exists() or file.read_text() != found:
-            stale[file] = found
-    for file, found in stale.items():
-        if arguments:
-            print(f"{file} is not what the code draws: run python -m docs.draw_plans.", file=sys.stderr)
-        else:
-            file.write_text(found)
-            print(f"wrote {file}")
-    return 1 if arguments and stale else 0
+    return run("docs.draw_plans", files, arguments)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import typer
 
+from docs.generated import run
 from tidegate.cli.main import app
 from tidegate.knobs.knobs import PATH_KNOBS, SPECS
 
@@ -113,23 +114,13 @@ def _one_line(words: str) -> str:
 PAGES: Final = {"knobs": knobs, "command-line": command_line, "rest": rest}
 
 
+def files() -> dict[Path, str]:
+    """The content of each page, by its path."""
+    return {DOCS / "reference" / f"{name}.md": "\n".join(made()).rstrip() + "\n" for name, made in PAGES.items()}
+
+
 def main(arguments: list[str]) -> int:
-    """The exit status."""
-    if arguments not in ([], ["--check"]):
-        print("usage: python -m docs.write_reference [--check]", file=sys.stderr)
-        return 2
-    stale = {}
-    for name, made in PAGES.items():
-        file, page = DOCS / "reference" / f"{name}.md", "\n".join(made()).rstrip() + "\n"
-        if not file.exists() or file.read_text() != page:
-            stale[file] = page
-    for file, page in stale.items():
-        if arguments:
-            print(f"{file} is not what the code gives: run python -m docs.write_reference.", file=sys.stderr)
-        else:
-            file.write_text(page)
-            print(f"wrote {file}")
-    return 1 if arguments and stale else 0
+    return run("docs.write_reference", files, arguments)
 
 
 if __name__ == "__main__":

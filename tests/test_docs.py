@@ -26,7 +26,7 @@ NAMED = re.compile(r"`((?:\w+/)+\w+\.py)`:\s+`([A-Za-z_][\w.]*)`")
 
 def test_the_drawings_show_the_imports() -> None:
     page = draw_architecture.PAGE.read_text()
-    assert draw_architecture.redrawn(page) == page, "run python docs/draw_architecture.py"
+    assert draw_architecture.redrawn(page) == page, "run python -m docs.draw_architecture"
 
 
 def test_what_a_longer_way_says_is_not_drawn() -> None:

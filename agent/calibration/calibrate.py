@@ -82,7 +82,7 @@ def calibrate(
     PathFull for a directory that cannot hold the state.
     """
     numel = numel or _numel_beyond_caches()
-    few = min(numel, NUMEL)
+    bounded_numel = min(numel, NUMEL)
     needed = 5 * sum(BYTES_PER_PARAM) * numel + 4 * op_bytes * (1 + len(paths or {}))
     if needed > host_available_bytes():
         raise ConfigError(
@@ -99,14 +99,14 @@ def calibrate(
             device = CudaDevice(TorchCuda(torch.device("cuda")))
             stack.callback(device.close)
         if device is not None:
-            found = device_loads(stack, device, few, op_bytes)
+            found = device_loads(stack, device, bounded_numel, op_bytes)
             loads += [load for load in found if load.lane != NORM]
             alone_only = [load for load in found if load.lane == NORM]
         store = TierStore(settings)
         stack.callback(store.close)
         for path in store.paths.values():
             if device is not None:
-                _check_space(path, 4 * op_bytes + few * STATE_BYTES * 5 // 4)
+                _check_space(path, 4 * op_bytes + bounded_numel * STATE_BYTES * 5 // 4)
             loads += path_loads(stack, path, op_bytes)
         measured: list[MeasurementRound] = []
         steps: list[MeasuredStep] = []
@@ -116,7 +116,7 @@ def calibrate(
                 progress("steps of an engine, on each path too" if settings else "steps of an engine")
                 d2h = measured[-1].alone[D2H].rate
                 steps += engine_steps(device, numel, threads, d2h, {})
-                steps += engine_steps(device, few, threads, d2h, settings) if settings else []
+                steps += engine_steps(device, bounded_numel, threads, d2h, settings) if settings else []
         progress("ops that do nothing")
         overhead = op_overhead_seconds(list(settings))
         card = replace(_card(*medians(measured), list(settings)), overhead_seconds=overhead)

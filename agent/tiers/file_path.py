@@ -25,7 +25,7 @@ from tidegate.agent.tiers.state_reads import HeldFile
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
-from tidegate.knobs.setting_checks import check_kind
+from tidegate.knobs.setting_checks import check_directory, check_kind
 from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.tier_split import PathSpeeds
 
@@ -65,6 +65,7 @@ class PathSettings:
             raise ConfigError(
                 "directory='' of a path names no directory: give one that exists, '.' for the current directory."
             )
+        check_directory("directory", self.directory, "for an object store write tidegate.ObjectSettings(url=…)")
         check_whole_settings(self, {**LEAST, "wear_bytes_per_day": 0})
 
     @property

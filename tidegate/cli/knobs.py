@@ -77,7 +77,10 @@ def change(
 
 
 def rollback(
-    to: Annotated[int | None, typer.Argument(help="The generation to go back to; default: the one before.")] = None,
+    to: Annotated[
+        int | None,
+        typer.Argument(help="Generation to restore; default: the newest before that no canary found harmful."),
+    ] = None,
     run: RunOption = None,
     reason: Reason = "",
     wait: Wait = 10.0,

@@ -113,6 +113,7 @@ def rates(**settings: Any) -> Callable[[], object]:
         (rates(h2d_bytes_per_second=0), r"h2d_bytes_per_second=0 is out of range: more than 0"),
         (rates(d2h_bytes_per_second=math.nan), r"d2h_bytes_per_second=nan is not a number"),
         (lambda: tidegate.PathSettings(directory=b"/nvme"), r"directory=b'/nvme' of a path is a bytes"),
+        (lambda: tidegate.PathSettings(directory="s3://b/x"), r"directory='s3://b/x' is an address, not a directory"),
         (lambda: tidegate.PathSettings(directory="/x", block_bytes=5000), r"block_bytes=5000 .* multiple of 4096"),
         (adamw(decoupled="no"), r"decoupled='no' is not a flag: give True or False"),
         (adamw(max_grad_norm="1"), r"max_grad_norm='1' .* is not a number: give one of more than 0"),
