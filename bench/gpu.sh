@@ -6,8 +6,8 @@
 #
 # Stages: links tests parity updates trace watching iterations-1b iterations-3b iterations-7b sweeps tiers;
 # all of them by default. --dry runs each at toy size on the emulated device, which proves that the script runs and
-# measures nothing. All that is missing is said before anything runs; --anyway begins nevertheless. --seconds: for the
-# rows of a stage, by default 430; what has no time then is measured when the stage is run again.
+# measures nothing. Missing requirements are listed before anything runs; --anyway starts without them. --seconds: time
+# limit for the rows of a stage (default 430); rows left out are measured when the stage is run again.
 # PYTHON chooses the interpreter, which stays as it is: what has to be installed goes into OUT/venv, from the wheels in
 # the folder WHEELS, which `python3 -m bench.gpu.wheelhouse wheels` makes on a machine with a network.
 set -euo pipefail

@@ -3,7 +3,7 @@
     .venv/bin/python docs/animate_knob.py
 
 It starts `tidegate demo` on the emulated device, opens the live view in Chromium, takes a picture each second, sets
-`stride=off`, and later `stride=auto`. It takes about two minutes.
+`stride=off`, and later `stride=2` again. It takes about two minutes.
 """
 
 from __future__ import annotations

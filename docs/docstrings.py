@@ -1,4 +1,4 @@
-"""Shows the parameters of a docstring as a list: the lines `name: what it is` of a paragraph that begins with one.
+"""Griffe extension that turns the parameter lines `name: description` of a docstring into a Markdown list.
 
 mkdocstrings loads this file as an extension of Griffe.
 """

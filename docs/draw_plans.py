@@ -185,14 +185,14 @@ def residences(places: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
 
 
 def knob_change() -> str:
-    """The way of a change of `stride` from an operator to the step from which all ranks use it."""
+    """The messages of a change of `stride` from an operator to the step from which all ranks use it."""
     old, new = seconds(update(OFF, 0.0, "interleaved")), seconds(update(2.0, 0.0, "interleaved"))
     rows = {"operator": 50.0, "daemon": 110.0, "rank 0": 170.0, "rank 1": 230.0}
     begins = [0.0]
     for length in (old, old, new, new):
         begins.append(begins[-1] + FORWARD + BACKWARD + length)
     scale = (WIDTH - LEFT - 12) / begins[-1]
-    parts = [text(12, 22, "The way of a knob: stride from off to 2", bold=True)]
+    parts = [text(12, 22, "How a change of a knob reaches all ranks: stride from off to 2", bold=True)]
     for name, y in rows.items():
         parts += [text(LEFT - 8, y + 4, name, size=12, anchor="end", fill=GREY), line(LEFT, y, WIDTH - 12, y)]
     for rank in ("rank 0", "rank 1"):
@@ -209,7 +209,7 @@ def knob_change() -> str:
     parts += [line(agreed, 140, agreed, 262, stroke=INK, width=2, dash="4 3")]
     parts += [text(agreed + 6, 276, "from here on: stride 2, on all ranks", size=12, bold=True)]
     parts += phases(LEFT, 300)
-    parts += footer(322, "Updates are as long as the simulator says; messages are drawn where they may be.")
+    parts += footer(322, "The length of updates is simulated; the times of messages are only an example.")
     return drawing(WIDTH, 352, "The way of a knob", parts)
 
 

@@ -1,7 +1,7 @@
-"""Draws flowcharts of Mermaid as SVG within the page, so that no script of another host is needed to see them.
+"""Converts Mermaid flowcharts to SVG inside the page, so that the browser loads no script from another host.
 
-It knows what `docs/draw_architecture.py` writes: nodes with a label, and arrows. Nodes stand in layers, each as high as
-the longest way of arrows to it allows; an arrow that passes a layer keeps a place in it.
+It knows what `docs/draw_architecture.py` writes: nodes with a label, and arrows. The layer of a node is
+the length of the longest path to it. An arrow that crosses a layer gets an empty place in that layer.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def flowchart(source: str) -> str:
 
 
 def layered(names: list[str], edges: Edges) -> tuple[Layers, Edges]:
-    """Nodes by layer, and arrows of which each leads from one layer to the next; places of long ones have names of
-    their own."""
+    """The nodes of each layer, and arrows between neighbouring layers. A longer arrow is split: each layer that it
+    crosses gets a dummy node."""
     depth = dict.fromkeys(names, 0)
     for _ in names:
         for start, end in edges:

@@ -1,5 +1,5 @@
-"""What the site needs beside MkDocs: links to files outside `docs/`, anchors as on GitHub, drawn flowcharts, and a
-check that no page loads anything from another host.
+"""MkDocs hooks of the documentation site: rewrite links to files outside `docs/`, make anchors as GitHub does, draw
+Mermaid flowcharts, and refuse pages that load anything from another host.
 
 `mkdocs.yml` names this file. Run MkDocs as `python -m mkdocs` from the root of the repository, as `make docs` does.
 """
@@ -38,7 +38,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
     return BLOCK_IN_LIST.sub(
-        lambda block: indent(block[0], " "), within_site(markdown, page.file.src_uri, config.repo_url)
+        lambda block: indent(block[0], " "), rewrite_outside_links(markdown, page.file.src_uri, config.repo_url)
     )
 
 
@@ -48,7 +48,7 @@ def on_post_page(output: str, *, page: Page, **_: object) -> str:
     return output
 
 
-def within_site(markdown: str, source: str, repo_url: str | None) -> str:
+def rewrite_outside_links(markdown: str, source: str, repo_url: str | None) -> str:
     """The text of a page, without links that lead out of `docs/`.
 
     Such a link leads to the file in the repository's browser, if `repo_url` is known. Otherwise the file's name stands

@@ -32,13 +32,14 @@ PATIENCE = 4
 
 
 FIRST_PORT, PORTS_PER_WORKER = 20_000, 700
-"""Ports of the tests: below the range that the kernel takes for outgoing connections, a part for each worker."""
+"""Ports of the tests: below the kernel's ephemeral ports, PORTS_PER_WORKER of them for each pytest-xdist worker."""
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
 _ports = itertools.count(os.getpid() % PORTS_PER_WORKER)
 
 
 def free_port() -> int:
-    """A port on which nothing listens. No two calls of a process give the same one, as the kernel's own choice may."""
+    """A port on which nothing listens. Successive calls return different ports; the kernel, asked for any port, may
+    return the same one again."""
     for number in itertools.islice(_ports, PORTS_PER_WORKER):
         port = FIRST_PORT + _worker * PORTS_PER_WORKER + number % PORTS_PER_WORKER
         with socket.socket() as probe, contextlib.suppress(OSError):

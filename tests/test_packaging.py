@@ -191,7 +191,7 @@ def test_the_torch_that_is_there_stays(
 def test_the_wheel_works_where_nothing_else_is_installed(portable: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     run(*pip_for(environment), "install", "--quiet", "--no-deps", "--no-index", portable, cwd=tmp_path)
-    program = (environment / "bin" / "python", "-P", "-W", "error", ROOT / "tests" / "installed.py")
+    program = (environment / "bin" / "python", "-P", "-W", "error", ROOT / "tests" / "check_wheel.py")
     assert "tidegate 0.1.0 works" in run(*program, cwd=tmp_path)
 
 

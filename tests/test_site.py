@@ -1,4 +1,4 @@
-"""The site of the documentation: its pages, its drawings, what its pages have readers run. `make check` builds it."""
+"""The documentation site: its pages, its drawings, and the commands and programs on them. `make check` builds it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_interleaving_is_drawn_as_the_shortest_update() -> None:
 )
 def test_links_out_of_docs(repo_url: str | None, expected: str) -> None:
     page = "see [examples](../examples/README.md), [x](storage.md#on-disk), [`bench/gpu.sh`](../bench/gpu.sh)"
-    assert hooks.within_site(page, "gpu.md", repo_url) == expected
+    assert hooks.rewrite_outside_links(page, "gpu.md", repo_url) == expected
 
 
 def test_blocks_in_numbered_lists_are_moved() -> None:
@@ -107,7 +107,7 @@ def test_blocks_in_numbered_lists_are_moved() -> None:
 
 def test_links_within_docs_and_to_nothing_stay() -> None:
     page = "[a](../storage.md), [b](../../nothing.md), ![c](../images/live-view.png)"
-    assert hooks.within_site(page, "guides/x.md", None) == page
+    assert hooks.rewrite_outside_links(page, "guides/x.md", None) == page
 
 
 @pytest.mark.parametrize("loaded", ['<script src="https://cdn.example/x.js">', "<link rel=x href=//fonts.example/f>"])

@@ -71,8 +71,9 @@ def calibrate(
     cpu_threads: threads of the update on the CPU; 0 for all cores except one for the training thread of each
         rank on the host.
     seconds: duration of each measurement.
-    numel: number of parameters of the measured update on the CPU; 0 for NUMEL, or more if their state would fit in
-        the last-level cache CACHE_MULTIPLE times. Updates on the device and steps with a path have at most NUMEL.
+    numel: number of parameters of the measured update on the CPU; 0: NUMEL, or more, so that
+        the update needs CACHE_MULTIPLE times the memory of the last-level cache, as far as host memory allows. Updates
+        on the device and steps with a path have at most NUMEL.
     op_bytes: bytes of each copy, fetch and flush. Four times as many are stored on each path and, with a device, the
         state of up to NUMEL parameters.
     rounds: number of rounds, of which medians are taken.

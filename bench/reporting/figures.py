@@ -39,8 +39,8 @@ PERCENT: Final = Unit(100, 1, " %")
 FINE_PERCENT: Final = Unit(100, 2, " %")
 SECONDS: Final = Unit(name=" s")
 MILLISECONDS: Final = Unit(1000, 0, " ms")
-SHOWN_MILLISECONDS: Final = Unit(digits=1, name=" ms")
-"""Of figures that are in milliseconds already."""
+UNSCALED_MILLISECONDS: Final = Unit(digits=1, name=" ms")
+"""For figures that a line already has in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def table(figures: Sequence[Figure], found: Sequence[Runs], device: Callable[[Li
         [one.label, device(one.newest), str(len(one.lines)), *(figure.cell(one.newest) for figure in figures)]
         for one in found
     ]
-    return rows_of(heads, [*promised, *rows])
+    return markdown_table(heads, [*promised, *rows])
 
 
-def rows_of(heads: list[str], rows: Iterable[list[str]]) -> str:
+def markdown_table(heads: list[str], rows: Iterable[list[str]]) -> str:
     """A table in Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 

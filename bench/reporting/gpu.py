@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from reporting import plots
-from reporting.figures import COUNT, PERCENT, RATIO, Bound, Unit, rows_of
+from reporting.figures import COUNT, PERCENT, RATIO, Bound, Unit, markdown_table
 from reporting.gantt import gantt
 from reporting.lines import Line, Value, hardware, of_spread, value
 
@@ -77,7 +77,9 @@ def paragraphs(gpu: Gpu) -> Iterator[str]:
         yield f"### Updates on {gpu.name}"
         yield _updates(gpu)
         yield f"![Update time by stride on {gpu.name}](images/results/{gpu.folder.name}-strides.svg)"
-        yield rows_of(["static ratio", "stride", "update", "predicted", "error"], _settings(gpu.files["updates"]))
+        yield markdown_table(
+            ["static ratio", "stride", "update", "predicted", "error"], _settings(gpu.files["updates"])
+        )
     if "iterations-1b" in gpu.files:
         yield f"### Iterations on {gpu.name}"
         yield from _iterations(gpu)
@@ -139,8 +141,8 @@ def _updates(gpu: Gpu) -> str:
     return (
         f"One update of {found['numel'] / 1e9:g} · 10⁹ parameters, without a backward. The fastest stride is "
         f"{best['stride']:g}: {SECONDS.show(of_spread(best['update_seconds']))}. That is {RATIO.number(faster)} times "
-        "as fast as all updates on the CPU. The prediction knows the speed of each lane alone, and not what lanes take "
-        f"from each other: it is up to {PERCENT.number(max(errors))} % too small."
+        "as fast as all updates on the CPU. The prediction uses the speed of each lane alone, without the slowdown by "
+        f"other lanes: it is up to {PERCENT.number(max(errors))} % too small."
     )
 
 
@@ -176,7 +178,7 @@ def _iterations(gpu: Gpu) -> Iterator[str]:
         "Whole iterations of a Llama with 1.1 · 10⁹ parameters. **Claim.** They are more than 1.00 times as fast as "
         "those of DeepSpeed ZeRO-3 with CPU offload."
     )
-    yield rows_of(heads, rows)
+    yield markdown_table(heads, rows)
     ratio = found["speedup"].get("zero3_cpu", {}).get("iteration_seconds")
     if ratio:
         verdict = "within the bound" if ratio > 1 else "**the bound is missed**"

@@ -39,8 +39,8 @@ class Runs:
 
 
 def runs_of(results: Path, prefix: str, kind: Callable[[Line], str | None]) -> list[Runs]:
-    """The runs in the files `PREFIX-HARDWARE.jsonl`. kind: what is written beside the hardware; None leaves a line
-    out."""
+    """The runs in the files `PREFIX-HARDWARE.jsonl`. kind: returns the kind of run of a line, which the
+    label has after the hardware; None leaves the line out."""
     found = []
     for file in sorted(results.glob(f"{prefix}-*.jsonl")):
         by_kind: dict[str, list[Line]] = {}

@@ -11,13 +11,13 @@ from typing import Final
 
 from reporting import gpu, plots
 from reporting.claims import CLAIMS, Claim
-from reporting.figures import COUNT, PERCENT, Bound, rows_of, status, table, verdicts
+from reporting.figures import COUNT, PERCENT, Bound, markdown_table, status, table, verdicts
 from reporting.lines import Line, Runs, runs_of
 
 HEAD: Final = (
     "# Results",
     "Each section has one claim, the figures of the newest committed run, and what they say about the claim. *Emulated "
-    "GPU* means that there was none: its part is played by the processor, and such figures say nothing about a GPU. "
+    "GPU* means that no GPU was used: the CPU emulates it, and such figures say nothing about a real GPU. "
     "*Committed runs* is the number of runs in the file. Machines with 2 cores are virtual machines, whose host has "
     "other tenants. [bench/README.md](../bench/README.md) says how to run each bench and how to read it.",
     "`python bench/results_page.py` writes this page and its plots from the files in `bench/results/`. The lines do "
@@ -69,7 +69,7 @@ def files(results: Path) -> dict[str, str]:
 def section(claim: Claim, found: Sequence[Runs]) -> Iterator[str]:
     """The paragraphs of one claim."""
     yield f"## {claim.script.removesuffix('.py')}"
-    yield f"**Claim.** {claim.says}"
+    yield f"**Claim.** {claim.statement}"
     if not found:
         yield "There is no committed result."
         return
@@ -78,9 +78,9 @@ def section(claim: Claim, found: Sequence[Runs]) -> Iterator[str]:
         yield f"In brackets: {claim.spread}."
     yield verdicts(claim.figures, found)
     for name, shown in _plots(claim, found).items():
-        if claim.each:
+        if claim.plot_each:
             yield f"On {shown[0].label}:"
-        yield f"![{claim.script}: {claim.shows}](images/results/{name}.svg)"
+        yield f"![{claim.script}: {claim.plot_caption}](images/results/{name}.svg)"
     if claim.notes:
         yield " ".join(claim.notes)
     yield f"Data: {_links(dict.fromkeys(runs.file.name for runs in found))}. Script: `bench/{claim.script}`."
@@ -90,7 +90,7 @@ def _plots(claim: Claim, found: Sequence[Runs]) -> dict[str, Sequence[Runs]]:
     """The names of the plots of a claim, and the runs in each."""
     if not claim.plot or not found:
         return {}
-    if claim.each:
+    if claim.plot_each:
         return {f"{claim.prefix}-{re.sub('[^a-z0-9]+', '-', runs.label.lower())}": [runs] for runs in found}
     return {claim.prefix: found}
 
@@ -113,7 +113,7 @@ def _summary(found: Mapping[Claim, Sequence[Runs]], papers: Line, machines: Sequ
         [_section_link("runbooks.py"), "no bound"],
         [_section_link("gpu.sh"), "; ".join(gpu.status(machine) for machine in machines)],
     ]
-    return rows_of(["claim", "newest runs"], rows)
+    return markdown_table(["claim", "newest runs"], rows)
 
 
 def _section_link(script: str) -> str:
@@ -148,8 +148,8 @@ def _papers(found: Line) -> Iterator[str]:
         COUNT.number(found["rows_within_20_percent"]),
         f"{PERCENT.number(found['largest_abs_error'])} %",
     ]
-    yield rows_of(["hardware", *heads], [["simulated: the papers' machines", *cells]])
-    yield "![our figure by that of the paper, for each figure of both papers](images/results/papers.svg)"
+    yield markdown_table(["hardware", *heads], [["simulated: the papers' machines", *cells]])
+    yield "![our figure divided by the paper's, for each figure of both papers](images/results/papers.svg)"
     yield (
         "Single figures are up to two and a half times as large as the paper's. [Planning](planning.md) has the table "
         f"of all figures and the assumptions. Data: {_links(['papers.json'])}. Script: `bench/papers.py`."
@@ -170,7 +170,7 @@ def _runbooks(found: Line) -> Iterator[str]:
         ]
         for record in found["records"]
     ]  # fmt: skip
-    yield rows_of(heads, rows)
+    yield markdown_table(heads, rows)
     yield (
         f"One run on {found['machine']}; the device is emulated. The waiting times of the rules are divided by "
         f"{found['durations_divided_by']}, so in production they are that many times as long. When the daemon itself "
@@ -185,7 +185,7 @@ def _gpu(machines: Sequence[gpu.Gpu]) -> Iterator[str]:
         "real: nothing is emulated. [On a GPU](gpu.md) says what they mean."
     )
     heads = ["what", *(machine.name for machine in machines)]
-    yield rows_of(heads, ([what, *(cell(machine) for machine in machines)] for what, cell in gpu.ROWS))
+    yield markdown_table(heads, ([what, *(cell(machine) for machine in machines)] for what, cell in gpu.ROWS))
     for machine in machines:
         yield from gpu.paragraphs(machine)
 

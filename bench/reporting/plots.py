@@ -40,8 +40,8 @@ def over_runs(paths: Mapping[str, str], label: str, unit: Unit, levels: Sequence
 
 
 def adaptation(found: Sequence[Runs]) -> str:
-    """bench/multipath.py: the update time in each step after the fastest path became slower, by that of the best
-    split."""
+    """bench/multipath.py: the update time in each step after the fastest path became slower, relative to the
+    best split."""
     series = []
     for runs in found:
         for count in ("2", "3"):
@@ -51,7 +51,7 @@ def adaptation(found: Sequence[Runs]) -> str:
             series.append(Series(_named(runs, f"{count} paths", found), points, line=True))
     levels = [Level("the best split", 1.0), Level("bound: 10 % more", 1.1)]
     steps = max(len(one.points) for one in series)
-    y = linear("update time, by that of the best split", _heights(series, levels))
+    y = linear("update time relative to the best split", _heights(series, levels))
     return chart(_steps_axis(steps), y, series, levels)
 
 
@@ -67,7 +67,7 @@ def ablation(found: Sequence[Runs]) -> str:
         for runs in found
     ]
     levels = [Level("with all features", 1.0)]
-    y = linear("update time, by that with all features", _heights(series, levels))
+    y = linear("update time relative to all features on", _heights(series, levels))
     return chart(categories("without this feature (emulated GPU)", list(ABLATIONS.values())), y, series, levels)
 
 
@@ -119,7 +119,7 @@ def predictions(found: Sequence[Runs]) -> str:
 
 
 def memory(found: Sequence[Runs]) -> str:
-    """bench/soak.py: memory of each program by its first sample after the warm-up, a quarter of the time."""
+    """bench/soak.py: memory of each program relative to its first sample after the warm-up (a quarter of the run)."""
     newest = found[0].newest
     series = []
     for name in ("server", "browser", "heap", "daemon"):
@@ -136,13 +136,13 @@ def memory(found: Sequence[Runs]) -> str:
 
 
 def papers(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Our figure, by that of the paper, for each figure of both papers."""
+    """Our figure divided by the paper's, for each figure of both papers."""
     series = []
     for name, prefix in (("Deep Optimizer States", ("dos", "v100")), ("MLP-Offload", ("mlp",))):
         ratios = sorted(row["ours"] / row["reported"] for row in rows if row["ours"] and row["id"].startswith(prefix))
         series.append(Series(name, tuple(Point(rank, ratio) for rank, ratio in enumerate(ratios, 1))))
     levels = [Level("equal", 1.0), Level("20 % less", 0.8), Level("20 % more", 1.2)]
-    y = linear("our figure, by that of the paper", _heights(series, levels), zero=True)
+    y = linear("our figure divided by the paper's", _heights(series, levels), zero=True)
     most = max(len(one.points) for one in series)
     return chart(linear("figures of a paper, in the order of this ratio", [1, most], zero=True), y, series, levels)
 

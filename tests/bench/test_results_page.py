@@ -51,7 +51,7 @@ def test_every_script_is_on_the_page_and_in_the_readme(script: str) -> None:
 def test_every_script_with_a_bound_for_its_lines_states_a_claim() -> None:
     for claim in CLAIMS:
         assert (ast.get_docstring(ast.parse((BENCH / claim.script).read_text())) or "").startswith("Claim:")
-        assert claim.says.endswith(".")
+        assert claim.statement.endswith(".")
 
 
 def test_every_result_is_on_the_page() -> None:

@@ -70,7 +70,7 @@ def test_both_directions_at_once_are_faster_than_one_after_the_other(device: Cud
 
 
 def test_copies_return_before_they_are_done(device: CudaDevice) -> None:
-    """In one of ten tries, as other processes may stop this thread while it enqueues."""
+    """One of ten tries must succeed: other processes may interrupt this thread while it enqueues."""
     nbytes = 1 << 30
     buffer, address = device.host_buffer(nbytes), device.alloc(nbytes)
     device.wait(H2D, device.now())

@@ -78,8 +78,7 @@ def change(
 
 def rollback(
     to: Annotated[
-        int | None,
-        typer.Argument(help="Generation to restore; default: the newest before that no canary found harmful."),
+        int | None, typer.Argument(help="Generation to restore; default: the newest that no canary found harmful.")
     ] = None,
     run: RunOption = None,
     reason: Reason = "",

@@ -141,7 +141,7 @@ _PATHS: Final = (
     ),
     _counter(
         "path_retries", "attempts", _LANE,
-        "Reads and writes of a storage path that were repeated. Attempts are those of tidegate_path_errors_total.",
+        "Reads and writes of a storage path that were repeated. Attempts are counted as in tidegate_path_errors_total.",
         unseen="A part of the errors that the live view shows.", needs="paths",
     ),
     _counter(
@@ -159,7 +159,7 @@ _PATHS: Final = (
     ),
     _gauge(
         "path_free_bytes", "bytes", _PATH,
-        "What more state may take on a storage path; absent for an object store without capacity_bytes.",
+        "Free space for state on a storage path; absent for an object store without capacity_bytes.",
         screen="Storage paths", needs="paths",
     ),
     _gauge(

@@ -70,7 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     """64-bit counters that have shown it; GPM not supported."""
-    # Not None, for `pynvml` to load it: where there is a driver, its library has this name already.
+    # None would make `pynvml` load the library again, and on a host with a driver it would load the real one.
     monkeypatch.setattr(pynvml, "nvmlLib", library)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     found = Stub.in_dll(library, "stub")

@@ -70,7 +70,7 @@ def test_tuner_preview_and_canary_predict_the_same(daemon: Daemon, tmp_path: Pat
             expected = by_tuner(knobs)
             seen.add(expected)
             assert client.preview_knobs(run, changes).predicted_update_seconds_after == expected
-        assert len(seen) > len(CHOICES) // 2, "two splits may be one where both paths are equally fast"
+        assert len(seen) > len(CHOICES) // 2, "tier splits predict the same where both paths are equally fast"
         expected = by_tuner(optimizer.knobs.changed({"stride": "off"}))
         made = client.set_knobs(run, {"stride": "off"}, canary=CanaryRequest(steps=5))
         assert made.canary is not None

@@ -197,7 +197,7 @@ def test_a_rollback_after_a_canary_that_went_back_does_not_restore_the_harmful_k
     assert client.generations(run)[1].canary.state == "rolled_back"  # type: ignore[union-attr]
     with pytest.raises(DaemonError, match="has the knobs of generation 0 already"):
         client.roll_back(run, wait=0)
-    assert client.roll_back(run, 1, wait=0).restores == 1, "who names the generation gets it"
+    assert client.roll_back(run, 1, wait=0).restores == 1, "a generation given by number is restored even if harmful"
 
 
 def test_a_rank_that_does_not_agree_to_go_back_is_asked_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What an installed wheel does without torch and NumPy: `python -P tests/installed.py` in its environment.
+"""Checks that an installed wheel works without torch and NumPy: run `python -P tests/check_wheel.py` with it.
 
 Each wheel of a release is tried with this in the container that built it, so it needs nothing but the wheel.
 """
