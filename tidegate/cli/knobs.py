@@ -78,7 +78,8 @@ def change(
 
 def rollback(
     to: Annotated[
-        int | None, typer.Argument(help="Generation to restore; default: the newest that no canary found harmful.")
+        int | None,
+        typer.Argument(help="Generation to restore; default: the newest earlier one that no canary found bad."),
     ] = None,
     run: RunOption = None,
     reason: Reason = "",
