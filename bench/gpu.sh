@@ -4,7 +4,7 @@
 #
 #   bench/gpu.sh [--dry] [--out OUT] [--seconds S] [STAGE...] [--anyway]
 #
-# Stages: links tests parity updates trace watching iterations-1b iterations-3b iterations-7b sweeps tiers;
+# Stages: links calibration tests parity updates trace watching iterations-1b iterations-3b iterations-7b sweeps tiers;
 # all of them by default. --dry runs each at toy size on the emulated device, which proves that the script runs and
 # measures nothing. Missing requirements are listed before anything runs; --anyway starts without them. --seconds: time
 # limit for the rows of a stage (default 430); rows left out are measured when the stage is run again.
@@ -26,14 +26,14 @@ while (($#)); do
     --anyway) ANYWAY=true ;;
     --out) OUT=$2; shift ;;
     --seconds) SECONDS_OF_STAGE=$2; shift ;;
-    links | tests | parity | updates | trace | watching | iterations-[137]b | sweeps | tiers)
+    links | calibration | tests | parity | updates | trace | watching | iterations-[137]b | sweeps | tiers)
       STAGES+=("$1") ;;
     *) sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
   esac
   shift
 done
 ((${#STAGES[@]})) || STAGES=(
-  links tests parity updates trace watching iterations-1b iterations-3b iterations-7b sweeps tiers
+  links calibration tests parity updates trace watching iterations-1b iterations-3b iterations-7b sweeps tiers
 )
 mkdir -p "$OUT"
 OUT=$(realpath "$OUT")

@@ -20,13 +20,17 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu.calibration import calibrated_card
 from bench.gpu.shapes import SHAPES
 from bench.gpu.sides import Ask, Training, build, cap_memory
 from bench.gpu.target import Target, spread
+from tidegate.simulator.steady_state import Rank
+from tidegate.simulator.what_if import what_if
 
 TRACEBACK_LINES = 40
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b")
@@ -68,6 +72,12 @@ def measure(ask: Ask, steps: int, seconds: float) -> dict[str, Any]:
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         **{name: note() if callable(note) else note for name, note in training.notes.items()},
     }
+    card = calibrated_card(Target(ask.dry, Path(ask.results))) if ask.results else None
+    if card is not None and training.optimizer is not None:
+        engine, backward = training.optimizer.engine, result["backward_seconds"]["median"]
+        rank = Rank(engine.subgroups, engine.num_slots)
+        predicted = what_if(rank, engine.effective, card, backward_seconds=backward)
+        result["predicted_update_seconds"] = predicted.update_seconds
     training.close()
     return result
 
@@ -95,7 +105,13 @@ def run_side(
     "lacked_seconds", with the limit as its value. If the process fails, the dict also has its "traceback", and its
     stderr is written to stderr of this process.
     """
-    ask = {"side": side, "shape": "toy" if target.dry else shape, "dry": target.dry, **more}
+    ask = {
+        "side": side,
+        "shape": "toy" if target.dry else shape,
+        "dry": target.dry,
+        "results": str(target.results),
+        **more,
+    }
     command = [sys.executable, "-m", "bench.gpu.iteration", json.dumps(ask), "--steps", str(steps)]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     if target.dry:

@@ -21,13 +21,13 @@ SIDE_SECONDS = {"1b": 60.0, "3b": 100.0, "7b": 200.0}
 SIDES: list[tuple[str, str, dict[str, Any]]] = [
     ("tidegate", "tidegate", {}),
     ("zero3_cpu", "zero3_cpu", {}),
-    ("superoffload", "superoffload", {}),
     ("tidegate_static", "tidegate", {"static_ratio": STATIC_RATIO}),
     ("twinflow_static", "twinflow", {"static_ratio": STATIC_RATIO}),
     ("all_cpu", "all_cpu", {}),
     ("torchao", "torchao", {}),
     ("resident", "resident", {}),
     ("tidegate_overlap", "tidegate_overlap", {}),
+    ("superoffload", "superoffload", {}),
 ]
 DRY_SIDES = ("tidegate", "tidegate_overlap", "torchao")
 """The sides that run with --dry: two of Tidegate, and torchao, which is often not installed, so that a missing package

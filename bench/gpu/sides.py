@@ -35,6 +35,8 @@ class Ask:
     stride: float | str = "auto"
     paths: dict[str, str] = field(default_factory=dict)
     host_cache: int | str = "auto"
+    results: str = ""
+    """Folder of the stages' results, with the calibration if it was measured."""
 
     @property
     def device(self) -> torch.device:

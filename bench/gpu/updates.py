@@ -1,5 +1,6 @@
 """Stage: measures the time of the update for several strides and static ratios. Compares it with a lower bound (time of
-the busiest lane), and with the model's prediction.
+the busiest lane), and with the model's prediction: from the calibration if the stage `calibration` has run, otherwise
+from the speeds of the stage `links` alone, which do not say how much lanes slow each other down.
 
 Weights and gradients are bf16. There is no real backward: the gradients are given. A pause before `step()` lets the
 early copies end, as they would during a long backward.
@@ -14,6 +15,7 @@ import psutil
 import torch
 
 import tidegate
+from bench.gpu.calibration import calibrated_card
 from bench.gpu.target import Target, run_stage, spread
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan import Plan
@@ -71,7 +73,12 @@ def bound_seconds(plan: Plan, rates: RateCard) -> float:
 
 
 def measure(
-    optimizer: tidegate.AdamW, params: list[torch.nn.Parameter], target: Target, knobs: Knobs, rates: RateCard
+    optimizer: tidegate.AdamW,
+    params: list[torch.nn.Parameter],
+    target: Target,
+    knobs: Knobs,
+    rates: RateCard,
+    calibrated: RateCard | None,
 ) -> dict[str, Any]:
     optimizer.apply_knobs(knobs)
     grads = [torch.randn_like(p) * 1e-2 for p in params]
@@ -89,7 +96,8 @@ def measure(
         if step >= 2:  # knobs settle in the first
             seconds.append(time.monotonic() - start)
     engine = optimizer.engine
-    predicted = what_if(Rank(engine.subgroups, engine.num_slots), engine.effective, rates)
+    rank = Rank(engine.subgroups, engine.num_slots)
+    predicted = what_if(rank, engine.effective, calibrated or rates)
     numel, found = sum(p.numel() for p in params), spread(seconds)
     bound = bound_seconds(plans[-1], rates)
     return {
@@ -108,15 +116,22 @@ def stage(target: Target) -> dict[str, Any]:
     links = target.result_of("links")
     if links is None:
         raise SystemExit("The stage `links` comes first: run it, because this stage needs the speeds that it measures.")
-    rates = rates_of(links)
+    rates, calibrated = rates_of(links), calibrated_card(target)
     room = psutil.virtual_memory().available // (2 * HOST_BYTES_PER_PARAM)
     numel = target.sized(min(1_000_000_000, room), 64_000)
     params = [torch.nn.Parameter(torch.randn(numel // 16).to(target.device, torch.bfloat16)) for _ in range(16)]
     offload = target.offload(stride=2.0, subgroup_numel=target.sized(25_000_000, 2_000), num_slots=3)
     settings = SETTINGS[:: 3 if target.dry else 1]
     with tidegate.AdamW(params, offload=offload) as optimizer:
-        rows = [measure(optimizer, params, target, Knobs(stride=s, static_ratio=r), rates) for s, r in settings]  # type: ignore[arg-type]
-    return {"numel": numel, "rates": rates.to_dict(), "settings": rows}
+        rows = [
+            measure(optimizer, params, target, Knobs(stride=s, static_ratio=r), rates, calibrated) for s, r in settings
+        ]  # type: ignore[arg-type]
+    return {
+        "numel": numel,
+        "rates": rates.to_dict(),
+        "predicted_from": "links" if calibrated is None else "calibration",
+        "settings": rows,
+    }
 
 
 if __name__ == "__main__":

@@ -30,7 +30,18 @@ def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 def test_every_stage_runs_and_none_runs_twice(tmp_path: Path) -> None:
     # The other two shapes are the same code.
-    stages = ["links", "tests", "parity", "updates", "trace", "watching", "iterations-1b", "sweeps", "tiers"]
+    stages = [
+        "links",
+        "calibration",
+        "tests",
+        "parity",
+        "updates",
+        "trace",
+        "watching",
+        "iterations-1b",
+        "sweeps",
+        "tiers",
+    ]
     done = gpu_sh("--dry", "--out", str(tmp_path), *stages)
     assert done.returncode == 0, done.stderr
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
