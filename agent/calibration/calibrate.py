@@ -43,7 +43,14 @@ CACHE_MULTIPLE: Final = 4
 """How many times as large as the last-level cache the memory of the update on the CPU is. Otherwise the update would
 find a part of its state in the cache, and be faster than in training."""
 OP_BYTES: Final = 16 << 20
-"""Bytes of each copy, fetch and flush."""
+"""Bytes of each copy, fetch and flush, except for copies of a GPU."""
+GPU_NUMEL: Final = 100_000_000
+"""Number of parameters of the measured update on a GPU."""
+GPU_OP_BYTES: Final = 256 << 20
+"""Bytes of each copy of a GPU. On PCIe 5 a copy of OP_BYTES takes 0.3 ms, hardly longer than to enqueue it and to wait
+for it, so that its speed would be measured too low. An op on the state of 100 million parameters copies 1 GB."""
+GPU_SHARE: Final = 8
+"""The measured update and copies use at most one part in so many of the GPU's free memory."""
 SECONDS: Final = 0.15
 """Seconds of each measurement. With one GPU and two paths a round has about forty measurements."""
 ROUNDS: Final = 3
@@ -73,9 +80,9 @@ def calibrate(
     seconds: duration of each measurement.
     numel: number of parameters of the measured update on the CPU; 0: NUMEL, or more, so that
         the update needs CACHE_MULTIPLE times the memory of the last-level cache, as far as host memory allows. Updates
-        on the device and steps with a path have at most NUMEL.
-    op_bytes: bytes of each copy, fetch and flush. Four times as many are stored on each path and, with a device, the
-        state of up to NUMEL parameters.
+        on an emulated device and steps with a path have at most NUMEL, updates on a GPU up to GPU_NUMEL.
+    op_bytes: bytes of each copy, fetch and flush; of copies of a GPU up to GPU_OP_BYTES. Four times as many are stored
+        on each path and, with a device, the state of up to NUMEL parameters.
     rounds: number of rounds, of which medians are taken.
     progress: called with the name of the next measurement.
 
@@ -100,7 +107,7 @@ def calibrate(
             device = CudaDevice(TorchCuda(torch.device("cuda")))
             stack.callback(device.close)
         if device is not None:
-            found = device_loads(stack, device, bounded_numel, op_bytes)
+            found = device_loads(stack, device, *_device_sizes(device, bounded_numel, op_bytes))
             loads += [load for load in found if load.lane != NORM]
             alone_only = [load for load in found if load.lane == NORM]
         store = TierStore(settings)
@@ -143,6 +150,18 @@ def _numel_beyond_caches() -> int:
     bytes_per_param = sum(BYTES_PER_PARAM)
     room = host_available_bytes() // (2 * 5 * bytes_per_param)
     return max(NUMEL, min(CACHE_MULTIPLE * last_level_cache_bytes() // bytes_per_param, room))
+
+
+def _device_sizes(device: Device, numel: int, op_bytes: int) -> tuple[int, int]:
+    """The number of parameters of the update, and the bytes of each copy, with which `device` is measured: those given,
+    or more for a GPU, as far as its free memory and host memory allow."""
+    if device.kind != "cuda":
+        return numel, op_bytes
+    free = device.capacity_bytes - device.in_use_bytes
+    return (
+        max(numel, min(GPU_NUMEL, free // (GPU_SHARE * sum(BYTES_PER_PARAM)))),
+        max(op_bytes, min(GPU_OP_BYTES, free // GPU_SHARE, host_available_bytes() // GPU_SHARE)),
+    )
 
 
 def _check_space(path: StoragePath | ObjectPath, needed_bytes: int) -> None:
