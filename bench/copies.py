@@ -1,5 +1,5 @@
-"""Claim: copies in pieces of 64 MiB, of which two are enqueued, let other copies wait less than 12 ms and make an update less than 1.2 % longer; a
-separate lane for copies of weights makes the update no shorter.
+"""Claim: copies in pieces of 64 MiB, of which two are enqueued, let other copies wait less than 12 ms and make an
+update less than 1.2 % longer; a separate lane for copies of weights makes the update no shorter.
 
 Both parts are predictions of the simulator, for the 72 subgroups of Llama 7B (100 million 16-bit parameters each) on
 one GPU; nothing is measured on a GPU.
