@@ -12,9 +12,8 @@ import torch
 
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.devices.emulated import EmulatedRates
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.optimizer.adamw import AdamW
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.plan import Placement, Plan, Subgroup, make_plan
@@ -47,7 +46,7 @@ def op_overhead_seconds(paths: Sequence[str]) -> float:
     plan."""
     plan = _plan(paths)
     lanes = [lane for path in paths for lane in path_lanes(path)]
-    executor = Executor(_NoOpRunner(), MonotonicClock(), lanes=(*LANES, *lanes), ahead=lanes)
+    executor = Executor(_NoOpRunner(), lanes=(*LANES, *lanes), ahead=lanes)
     try:
         return median(_seconds(executor, plan) for _ in range(STEPS)) / len(plan.ops)
     finally:

@@ -16,7 +16,6 @@ import torch
 
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Device
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.gradient_routing import GradientRouting, GradientSource
@@ -91,7 +90,6 @@ class Engine:
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
         self._executor = Executor(
             self._runner,
-            MonotonicClock(),
             lanes=(*LANES, *of_paths),
             ahead=of_paths,
             watchdog_seconds=settings.watchdog_seconds,

@@ -12,7 +12,7 @@ import torch
 from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
 from tidegate.agent.engine.executor import StepSkipped
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.engine.state_block import state_addresses
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import GradientNorm

@@ -14,7 +14,7 @@ import torch
 import tidegate
 from tidegate.agent.control.tuning import update_seconds
 from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan.ops import Op
 from tidegate.timeline.step_result import StepPhases, StepResult

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bind_dispatch.h"
 #include "bind_io.h"
 #include "dispatch.h"
 #include "gil.h"
@@ -142,6 +143,7 @@ NB_MODULE(_native, m) {
   m.def("use_instruction_set", [](int isa) {
     current_isa() = static_cast<Isa>(checked(isa, static_cast<int>(instruction_sets().size()), "instruction_set"));
   });
+  bind_dispatch(m);
   bind_io(m);
   bind_waits(m);
 }

@@ -429,7 +429,7 @@ def _place(frame: FrameType | None) -> str:
     names: list[str] = []
     while frame is not None and len(names) < 2:
         name, in_agent = frame.f_code.co_qualname, "/agent/" in frame.f_code.co_filename
-        if name == "Executor._run" and "issued" in frame.f_locals and names == ["MemoryRunner.wait"]:
+        if name == "Executor._run" and names == ["MemoryRunner.wait"]:
             return _dependency(frame.f_locals)
         passed_on = name in (
             "StreamWork.wait",
@@ -446,8 +446,6 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _dependency(local: dict[str, Any]) -> str:
-    op, event, progress = local["op"], local["event"], local["progress"]
-    for dep in op.deps:
-        if progress.issued[dep].event is event:
-            return f"{op.kind} after {progress.plan.by_id[dep].kind}"
-    return f"{op.kind} after a repeated copy"
+    op, ops = local["op"], local["execution"].plan.ops
+    (before,) = (ops[place] for place, run in local["self"]._lanes.issued if run == local["number"])
+    return f"{op.kind} after {before.kind if before.id in op.deps else 'a repeated copy'}"

@@ -26,11 +26,10 @@ from tests.agent.engine.test_exactness import backward
 from tests.agent.plain_adamw import PlainAdamW, array
 from tidegate.agent.devices.base import UpdateRun
 from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.agent.engine import engine as engine_module
+from tidegate.agent.engine import executor as executor_module
 from tidegate.agent.engine import op_runner as runner_module
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.memory import StateMemory
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.gradients import accumulation as accumulation_module
 from tidegate.agent.gradients import gradients as gradients_module
 from tidegate.agent.optimizer import offloaded_optimizer as optimizer_module
@@ -38,6 +37,7 @@ from tidegate.agent.parameters.subgroups import flat
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.kernels import ThreadPool
+from tidegate.kernels.dispatch import Lanes
 from tidegate.plan.ops import Op
 
 
@@ -96,9 +96,27 @@ def watched(fake: FakeCuda) -> Iterator[None]:
     """Optimizers that are built inside work on the CUDA device over `fake`, and host threads are watched."""
     arrays_of, fetch, flush = StateMemory.arrays, TierStore.fetch, TierStore.flush
 
-    class WatchedClock(MonotonicClock):
-        def __init__(self) -> None:
-            super().__init__(WatchedLock(fake))  # type: ignore[arg-type]
+    class WatchedLanes(Lanes):
+        """Lanes whose calls order what threads do: what a thread did before its call is done before what other threads
+        do after theirs."""
+
+        def __init__(self, ahead: list[bool]) -> None:
+            super().__init__(ahead)
+            self._known = Clock()
+
+    def ordering(name: str) -> Callable[..., Any]:
+        call = getattr(Lanes, name)
+
+        def ordered(lanes: WatchedLanes, *arguments: Any) -> Any:
+            fake.releasing(lanes._known)
+            answer = call(lanes, *arguments)
+            fake.acquired(lanes._known)
+            return answer
+
+        return ordered
+
+    for name in ("start", "take", "queued", "ended", "open_gradients", "step", "drop", "wait", "forget"):
+        setattr(WatchedLanes, name, ordering(name))
 
     def host_update(run: UpdateRun, pool: ThreadPool) -> None:
         fake.host_update(run)
@@ -129,7 +147,7 @@ def watched(fake: FakeCuda) -> Iterator[None]:
         for module in (runner_module, gradients_module, accumulation_module):
             patch.setattr(module, "flat", flat_on_device)
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
-        patch.setattr(engine_module, "MonotonicClock", WatchedClock)
+        patch.setattr(executor_module, "Lanes", WatchedLanes)
         patch.setattr(UpdateRun, "apply", host_update)
         patch.setattr(StateMemory, "arrays", watched_arrays)
         patch.setattr(TierStore, "fetch", watched_fetch)

@@ -29,7 +29,7 @@ from tests.services import until
 from tidegate.agent.devices.base import Copy, DoneEvent, GradRef
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.engine.op_runner import MemoryRunner
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.gradients.gradients import grad_ref_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.kernels import GradDtype

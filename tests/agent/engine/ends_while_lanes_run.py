@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 
 from tidegate.agent.devices.base import DoneEvent, Event, UpdateRun
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.kernels import GradDtype, ThreadPool, WeightFormat
 from tidegate.kernels.adamw import IMPLEMENTATION
 from tidegate.kernels.adamw.scalars import scalars
@@ -47,7 +46,7 @@ class Runner:
         return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 
 
-executor = Executor(Runner(), MonotonicClock())
+executor = Executor(Runner())
 plan = make_plan([Subgroup(0, 10, 2, 2, 10)], [Placement("device", "host", "host", False)], num_slots=1)
 executor.start(plan)
 if sys.argv[1] == "update":

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from tidegate.agent.devices.base import DoneEvent, Event
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.plan import Placement, Subgroup, make_plan
 from tidegate.plan.ops import Op
 
@@ -32,7 +31,7 @@ class Runner:
         return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, op.numel)
 
 
-executor = Executor(Runner(), MonotonicClock())
+executor = Executor(Runner())
 executor.start(make_plan([Subgroup(0, 10, 2, 2, 10)], [Placement("device", "host", "host", False)], num_slots=1))
 executor.step()
 runs.wait()

@@ -1,4 +1,4 @@
-"""The executor on a null device gives the simulator's timeline, span by span; and what happens when a lane fails."""
+"""The dispatcher in virtual time gives the simulator's timeline, span by span; and what happens when a lane fails."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tests.agent.engine.virtual_clock import VirtualClock
 from tests.examples import examples
 from tests.services import ROOT, until
 from tidegate.agent.devices.base import DoneEvent, Event
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor, StepSkipped
 from tidegate.agent.engine.interpreter_exit import stop_all
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp, program_of
 from tidegate.errors import EngineError, LaneStuckError
+from tidegate.kernels.dispatch import Dispatcher, Outcome
 from tidegate.plan import Placement, Plan, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
-from tidegate.timeline.timeline import Span
 
 RATES = RateCard(
     h2d_bytes_per_second=3e3, d2h_bytes_per_second=2e3, cpu_params_per_second=500.0,
@@ -35,39 +33,37 @@ RATES = RateCard(
 )  # fmt: skip
 
 
-@dataclass
-class NullRunner:
-    """A device without hardware: ops take their rate card's time on a virtual clock, and do nothing."""
-
-    clock: VirtualClock
-
-    def wait(self, lane: str, event: Event) -> None:
-        event.wait()
-
-    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
-        start = self.clock.now()
-        self.clock.sleep(RATES.seconds(op))
-        return IssuedOp(DoneEvent(start, self.clock.now()), op.nbytes, op.numel)
-
-
 def subgroups(sizes: list[int]) -> tuple[Subgroup, ...]:
     return tuple(Subgroup(i, n, 2, 2, 10) for i, n in enumerate(sizes))
 
 
-def run_on_null_device(plan: Plan, step_at: float, ready_at: dict[int, float]) -> tuple[Span, ...]:
-    clock = VirtualClock(participants=len(LANES) + 1)
-    executor = Executor(NullRunner(clock), clock, on_thread_end=clock.leave)
-    executor.start(plan)
-    for when, subgroup in sorted((t, s) for s, t in ready_at.items()):
-        clock.sleep(when - clock.now())
-        executor.gradient_ready([subgroup])
-    clock.sleep(step_at - clock.now())
-    executor.step()
-    spans, skipped = executor.finish()
-    executor.close()
-    clock.leave()
-    assert not skipped
-    return spans
+def run_in_virtual_time(plan: Plan, step_at: float, ready_at: dict[int, float]) -> dict[int, tuple[float, float]]:
+    """Drives the dispatcher through a plan in virtual time, with ops that take their rate card's time. Returns start
+    and end of each op by its id."""
+    dispatcher = Dispatcher(program_of(plan, LANES), [False] * len(LANES))
+    spans: dict[int, tuple[float, float]] = {}
+    events: list[tuple[float, int, str, int]] = [(step_at, 0, "step", 0)]
+    events += [(at, 0, "gradient", subgroup) for subgroup, at in ready_at.items()]
+    now = 0.0
+    while True:
+        for lane in range(len(LANES)):
+            begun = dispatcher.begin(lane, now)
+            if begun is not None:
+                op = plan.ops[begun[0]]
+                spans[op.id] = (now, now + RATES.seconds(op))
+                events.append((spans[op.id][1], 1, "end", begun[1]))
+        if not events:
+            assert dispatcher.is_done
+            return spans
+        event = min(events)
+        events.remove(event)
+        now, _, what, number = event
+        if what == "step":
+            dispatcher.step([])
+        elif what == "gradient":
+            dispatcher.open_gradients([number])
+        else:
+            dispatcher.ended(number, Outcome.ISSUED, now)
 
 
 @settings(max_examples=examples(25))
@@ -79,7 +75,7 @@ def run_on_null_device(plan: Plan, step_at: float, ready_at: dict[int, float]) -
     policy=st.sampled_from(["interleaved", "sequential"]),
     step_at=st.sampled_from([0.5, 3.0]),
 )
-def test_null_device_and_simulator_give_the_same_timeline(
+def test_dispatcher_and_simulator_give_the_same_timeline(
     sizes: list[int], stride: float | str, ratio: float, slots: int, policy: str, step_at: float
 ) -> None:
     groups = subgroups(sizes)
@@ -91,17 +87,11 @@ def test_null_device_and_simulator_give_the_same_timeline(
     )  # type: ignore[arg-type]
     on_cpu = [i for i, p in enumerate(plan.placements) if p.processor == "cpu"]
     ready_at = {s: 0.4 * (i + 1) / len(on_cpu) for i, s in enumerate(reversed(on_cpu))}
-    executed = run_on_null_device(plan, step_at, ready_at)
+    executed = run_in_virtual_time(plan, step_at, ready_at)
     simulated = simulate(plan, RATES, step_at=step_at, gradient_ready=ready_at)
-    by_op = {span.op: span for span in executed}
-    assert len(by_op) == len(simulated.spans) == len(plan.ops)
+    assert len(executed) == len(simulated.spans) == len(plan.ops)
     for expected in simulated.spans:
-        found = by_op[expected.op]
-        assert (found.lane, found.kind, found.nbytes, found.numel, found.slot, found.subgroup) == (
-            expected.lane, expected.kind, expected.nbytes, expected.numel, expected.slot, expected.subgroup,
-        )  # fmt: skip
-        assert found.start == pytest.approx(expected.start, abs=1e-9)
-        assert found.end == pytest.approx(expected.end, abs=1e-9)
+        assert executed[expected.op] == pytest.approx((expected.start, expected.end), abs=1e-9)
 
 
 # ---- what can go wrong
@@ -127,7 +117,7 @@ def small_plan() -> Plan:
 
 
 def scripted(on: Callable[[Op], None], watchdog_seconds: float = 30.0) -> Executor:
-    return Executor(ScriptedRunner(on), MonotonicClock(), watchdog_seconds=watchdog_seconds)
+    return Executor(ScriptedRunner(on), watchdog_seconds=watchdog_seconds)
 
 
 def test_an_error_in_a_lane_is_raised_by_finish_and_the_rest_does_not_run() -> None:
@@ -301,10 +291,10 @@ def test_what_an_ending_process_does_not_finish_is_said_to_whoever_asks() -> Non
 
 def test_a_forked_process_does_not_wait_for_lanes_that_it_has_not() -> None:
     executor = scripted(lambda op: None)
-    with executor._clock.lock:
-        child = os.fork()
-        if child == 0:
-            stop_all()
-            os._exit(0 if not executor.closed else 1)
+    executor.start(small_plan())
+    child = os.fork()
+    if child == 0:
+        stop_all()
+        os._exit(0 if not executor.closed else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     executor.close()

@@ -22,7 +22,7 @@ from tests.agent.engine.test_exactness import backward, random_grads
 from tests.agent.optimizer.test_awkward_moments import plain_of
 from tests.agent.optimizer.test_forward_overlap import overlapped, tokens
 from tests.agent.optimizer.test_optimizer import MIXED, params_of
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
 from tidegate.agent.tiers.transfers import run_transfer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +12,10 @@ import pytest
 
 from tests.agent.engine.test_executor import subgroups
 from tidegate.agent.devices.base import DoneEvent, Event
-from tidegate.agent.engine.clock import MonotonicClock
 from tidegate.agent.engine.executor import Executor
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp, program_of
 from tidegate.errors import LaneStuckError
+from tidegate.kernels.dispatch import Dispatcher, Outcome
 from tidegate.plan import Placement, Plan, make_plan
 from tidegate.plan.ops import Op, OpKind, path_lanes
 from tidegate.timeline.timeline import Span
@@ -69,9 +68,7 @@ def short(op: Op) -> str:
 
 @contextmanager
 def running(runner: Runner, plan: Plan, watchdog_seconds: float = 60.0) -> Iterator[Executor]:
-    executor = Executor(
-        runner, MonotonicClock(), lanes=plan.lane_names, ahead=(READ, WRITE), watchdog_seconds=watchdog_seconds
-    )
+    executor = Executor(runner, lanes=plan.lane_names, ahead=(READ, WRITE), watchdog_seconds=watchdog_seconds)
     executor.start(plan)
     try:
         yield executor
@@ -248,60 +245,18 @@ def test_the_watchdog_names_the_op_that_holds_up_the_others() -> None:
         release.set()
 
 
-@dataclass
-class SetClock(MonotonicClock):
-    """A clock that says the time that a test has set, and in `looked` when somebody waited in vain until then."""
-
-    time: float = 0.0
-    looked: queue.SimpleQueue[float] = field(default_factory=queue.SimpleQueue)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def now(self) -> float:
-        return self.time
-
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        came = super().wait_for(predicate, None if timeout is None else 0.01)
-        if not came:
-            self.looked.put(self.time)
-        return came
-
-
 def test_the_watchdog_does_not_count_the_time_that_an_op_spent_behind_another_one() -> None:
-    """Both fetches begin at once, and each takes 8 of the 10 seconds once it is the first of its lane."""
-    clock, plan = SetClock(), plan_of(2)
-    first, second, both = threading.Event(), threading.Event(), threading.Event()
-
-    def on(op: Op) -> None:
-        if short(op) == "fetch 1":
-            both.set()
-        if op.kind is OpKind.FETCH:
-            assert (first if op.subgroup == 0 else second).wait(LONG)
-
-    executor = Executor(Runner(on), clock, lanes=plan.lane_names, ahead=(READ, WRITE), watchdog_seconds=10.0)
-    fetched = [op.id for op in plan.lanes[READ]]
-
-    def pass_time() -> None:
-        assert both.wait(LONG)
-        clock.time = 8.0
-        first.set()
-        executor.wait_until_issued(fetched[:1])
-        clock.time = 16.0
-        for _ in range(3):
-            while clock.looked.get(timeout=LONG) < 16.0:
-                pass
-        second.set()
-
-    executor.start(plan)
-    executor.step()
-    passing = threading.Thread(target=pass_time)
-    passing.start()
-    try:
-        executor.finish()
-    finally:
-        first.set()
-        second.set()
-        passing.join(LONG)
-        executor.close()
-    assert clock.time == 16.0
+    """Both fetches begin at once, and the second counts from the end of the first."""
+    plan = plan_of(2)
+    lanes = plan.lane_names
+    dispatcher = Dispatcher(program_of(plan, lanes), [lane in (READ, WRITE) for lane in lanes])
+    dispatcher.step([])
+    fetches = []
+    for at in (1.0, 2.0):
+        begun = dispatcher.begin(lanes.index(READ), at)
+        assert begun is not None
+        fetches.append(begun)
+        dispatcher.queued(begun[1])
+    assert dispatcher.oldest() == (fetches[0][0], 1.0)
+    dispatcher.ended(fetches[0][1], Outcome.ISSUED, 8.0)
+    assert dispatcher.oldest() == (fetches[1][0], 8.0)

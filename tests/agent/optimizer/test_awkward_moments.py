@@ -18,7 +18,7 @@ from tests.agent.optimizer.test_optimizer import MIXED, params_of, run_steps
 from tests.agent.plain_adamw import PlainAdamW
 from tests.services import until
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.engine.plan_progress import IssuedOp
+from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.optimizer.auto_knobs import AutoValues
 from tidegate.errors import ConfigError, EngineError, LaneStuckError, MemoryBudgetError, ParameterError
 from tidegate.knobs.knobs import Knobs

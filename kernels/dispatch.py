@@ -1,0 +1,54 @@
+"""The native dispatcher, which decides which op each lane of a plan begins next, and the lanes whose threads wait for
+it.
+
+A program is a list of ops (`ProgramOp`) in an order in which each op comes after those on which it depends. Lanes, ops
+(by their place in the program) and subgroups are numbers. `run` is the number of one execution of an op.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from tidegate.kernels import _native
+
+Dispatcher = _native.Dispatcher
+Lanes = _native.Lanes
+ProgramOp = tuple[int, int, int, bool, bool, list[int]]
+"""One op of a program: its lane, its gate, its subgroup (-1 for none), whether it copies a gradient and may be
+repeated, whether it must wait for the repeated copy of its subgroup's gradient, and the ops that must be issued before
+it."""
+
+
+class Gate(IntEnum):
+    """What an op waits for, besides its dependencies."""
+
+    NONE = 0
+    GRADIENT = 1
+    """The gradient of its subgroup, or the step."""
+    STEP = 2
+
+
+class Outcome(IntEnum):
+    """How an op ended."""
+
+    ISSUED = 0
+    """It is done, or enqueued on the device."""
+    SKIP = 1
+    """The step must be skipped: the rest of the plan is dropped."""
+    FAILED = 2
+    """With an error: no further op begins."""
+
+
+class Until(IntEnum):
+    """What `Lanes.wait` waits for."""
+
+    DONE = 0
+    """No op is running, and none will begin."""
+    IDLE = 1
+    """No op is running."""
+    ISSUED = 2
+    """These ops are issued, or the execution is done."""
+    NOT_RUNNING = 3
+    """None of these ops is running, or an op has failed."""
+    LANES_WAIT = 4
+    """These lanes run nothing, and may begin nothing now."""

@@ -1,0 +1,112 @@
+// The threads of lanes wait here for their next op, without the interpreter.
+#pragma once
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dispatcher.h"
+
+namespace tidegate {
+
+// What a thread that drives an execution waits for.
+enum class Until : uint8_t {
+  Done,  // no op is running, and none will begin
+  Idle,  // no op is running
+  Issued,  // these ops are issued, or the execution is done
+  NotRunning,  // none of these ops is running, or an op has failed
+  LanesWait,  // these lanes run nothing, and may begin nothing now
+};
+
+// One event of an execution, as it is recorded: `text` is the name of a method of the dispatcher.
+struct Event {
+  std::string what;
+  int64_t number = 0;  // lane or run
+  double now = 0.0;
+  std::vector<int> ops;  // ops or subgroups
+  int64_t answer = 0;  // of `begin`: the op; of `ended`: the outcome
+};
+
+// One dispatcher at a time, and the threads that wait for it. Any thread may call any method. In a forked child, which
+// has none of the threads, every method does nothing.
+class Lanes {
+ public:
+  explicit Lanes(std::vector<bool> ahead) : shared_(new Shared(std::move(ahead))), owner_(getpid()) {}
+  ~Lanes() {
+    // Threads that the child does not have may hold the lock, or wait: what they use must not be destroyed there.
+    if (getpid() != owner_) static_cast<void>(shared_.release());
+  }
+  Lanes(const Lanes&) = delete;
+  Lanes& operator=(const Lanes&) = delete;
+
+  void start(std::vector<PlannedOp> program);
+  // Forgets the execution: its ops that are running end unnoticed.
+  void forget();
+
+  // The lane's next op, as soon as it may begin; nothing when the lanes are closed.
+  std::optional<Beginning> take(int lane);
+  // The same if it may begin now.
+  std::optional<Beginning> try_take(int lane);
+  void queued(int64_t run);
+  void ended(int64_t run, Outcome outcome);
+  void open_gradients(const std::vector<int>& subgroups);
+  void step(const std::vector<int>& repeat);
+  void drop();
+  // Lets threads in `take` return.
+  void close();
+
+  // Whether it came true in `seconds`. True without an execution.
+  bool wait(Until until, const std::vector<int>& numbers, double seconds);
+  // Asks the dispatcher; `otherwise` without one.
+  template <typename Answer>
+  Answer ask(const std::function<Answer(const Dispatcher&)>& question, Answer otherwise) const {
+    if (getpid() != owner_) return otherwise;
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    return shared_->dispatcher ? question(*shared_->dispatcher) : otherwise;
+  }
+
+  void record(bool events);
+  std::vector<Event> recorded() const;
+
+ private:
+  struct Waiter {
+    std::function<bool()> met;
+    std::condition_variable wake;
+  };
+
+  struct Shared {
+    explicit Shared(std::vector<bool> runs_ahead) : ahead(std::move(runs_ahead)), wake(ahead.size()) {}
+
+    const std::vector<bool> ahead;
+    mutable std::mutex mutex;
+    std::vector<std::condition_variable> wake;  // by lane
+    std::vector<Waiter*> waiters;
+    std::optional<Dispatcher> dispatcher;
+    int64_t next_run = 0;
+    bool closed = false;
+    bool recording = false;
+    std::vector<Event> events;
+
+    // To be called with the lock held, after each event: wakes those who can go on, and nobody else.
+    void notify();
+    std::optional<Beginning> begin(int lane);
+    bool met(Until until, const std::vector<int>& numbers) const;
+    void note(Event event) {
+      if (recording) events.push_back(std::move(event));
+    }
+  };
+
+  bool is_owner() const { return getpid() == owner_; }
+
+  std::unique_ptr<Shared> shared_;
+  const pid_t owner_;
+};
+
+}  // namespace tidegate
