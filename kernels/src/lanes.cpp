@@ -35,7 +35,7 @@ std::optional<Beginning> Lanes::Shared::begin(int lane) {
   if (closed || !dispatcher) return std::nullopt;
   const double now = monotonic_seconds();
   std::optional<Beginning> begun = dispatcher->begin(lane, now);
-  if (begun) note({"begin", lane, now, {}, begun->op});
+  if (begun) note({"begin", lane, now, {begun->op}, begun->run});
   return begun;
 }
 

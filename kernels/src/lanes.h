@@ -25,13 +25,13 @@ enum class Until : uint8_t {
   LanesWait,  // these lanes run nothing, and may begin nothing now
 };
 
-// One event of an execution, as it is recorded: `text` is the name of a method of the dispatcher.
+// One event of an execution, as it is recorded: `what` is the name of a method of the dispatcher.
 struct Event {
   std::string what;
   int64_t number = 0;  // lane or run
   double now = 0.0;
-  std::vector<int> ops;  // ops or subgroups
-  int64_t answer = 0;  // of `begin`: the op; of `ended`: the outcome
+  std::vector<int> ops;  // ops or subgroups; of `begin` the op that began
+  int64_t answer = 0;  // of `begin`: the run that began; of `ended`: the outcome
 };
 
 // One dispatcher at a time, and the threads that wait for it. Any thread may call any method. In a forked child, which

@@ -1,0 +1,93 @@
+// Runs random programs on lanes with real threads; built with a sanitizer by test_dispatcher.py.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "lanes.h"
+
+using namespace tidegate;
+
+namespace {
+
+constexpr int kLanes = 4;
+
+struct Board {
+  std::vector<int> value;  // by op: what it wrote; lanes hand it over without another lock
+  std::vector<PlannedOp> program;
+};
+
+std::vector<PlannedOp> random_program(std::mt19937& random) {
+  std::vector<PlannedOp> program;
+  int copies = 0;
+  const int size = 1 + int(random() % 40);
+  for (int i = 0; i < size; ++i) {
+    PlannedOp op{int(random() % kLanes), random() % 2 ? Gate::Step : Gate::None, -1, false, false, {}};
+    for (unsigned k = random() % 3; k > 0 && i > 0; --k) op.deps.push_back(int(random() % unsigned(i)));
+    if (random() % 3 == 0) op = {op.lane, Gate::Gradient, copies++, true, false, {}};
+    program.push_back(op);
+  }
+  return program;
+}
+
+void fail(const char* why) {
+  std::fprintf(stderr, "%s\n", why);
+  std::abort();
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int wanted = std::atoi(arguments[1]);
+  std::mt19937 random(1);
+  const std::vector<bool> ahead{false, true, false, true};
+  Lanes lanes(ahead);
+  Board board;
+  std::atomic<long> ran{0};
+  std::vector<std::thread> threads;
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int turn = 0; turn < (ahead[size_t(lane)] ? 2 : 1); ++turn)
+      threads.emplace_back([&, lane] {
+        while (const auto begun = lanes.take(lane)) {
+          // Reads what its dependencies wrote, so that a sanitizer sees a missing order.
+          int sum = 1;
+          for (const int dep : board.program[size_t(begun->op)].deps) sum += board.value[size_t(dep)];
+          if (begun->run % 2) lanes.queued(begun->run);
+          board.value[size_t(begun->op)] = sum;
+          ++ran;
+          lanes.ended(begun->run, Outcome::Issued);
+        }
+      });
+  for (int done = 0; done < wanted; ++done) {
+    board.program = random_program(random);
+    board.value.assign(board.program.size(), 0);
+    lanes.start(board.program);
+    std::vector<int> copies;
+    for (size_t i = 0; i < board.program.size(); ++i)
+      if (board.program[i].copies_gradient) copies.push_back(int(i));
+    for (const int copy : copies) lanes.open_gradients({board.program[size_t(copy)].subgroup});
+    std::vector<int> repeat;
+    for (const int copy : copies)
+      if (random() % 3 == 0) repeat.push_back(copy);
+    while (!lanes.wait(Until::NotRunning, repeat, 1.0)) {
+    }
+    if (done % 7 == 0) {
+      lanes.drop();
+      while (!lanes.wait(Until::Idle, {}, 1.0)) {
+      }
+    } else {
+      lanes.step(repeat);
+      while (!lanes.wait(Until::Done, {}, 1.0)) {
+      }
+      for (size_t i = 0; i < board.program.size(); ++i)
+        if (board.value[i] < 1 + int(board.program[i].deps.size())) fail("an op ran before its dependencies");
+    }
+    lanes.forget();
+  }
+  lanes.close();
+  for (std::thread& thread : threads) thread.join();
+  std::printf("programs %d ops %ld\n", wanted, ran.load());
+  return 0;
+}
