@@ -33,6 +33,9 @@ class Mutation:
     repeat: Callable[[list[int]], list[int]] = lambda ops: ops
 
 
+UNCHANGED = Mutation()
+
+
 def random_case(choices: random.Random) -> Case:
     """Gradient copies and updates that use them, between ops of other kinds; each op comes after its dependencies."""
     lanes = choices.randint(1, 5)
@@ -140,7 +143,7 @@ class Reference:
         return not any(self.running) and (self.failed is not None or not any(self.pending))
 
 
-def explore(seed: int, mutation: Mutation = Mutation()) -> Reference:
+def explore(seed: int, mutation: Mutation = UNCHANGED) -> Reference:
     """Drives a dispatcher through one random execution of a random program. AssertionError at its first decision that
     the rules do not allow, or if it begins nothing more although ops are left."""
     choices = random.Random(seed)

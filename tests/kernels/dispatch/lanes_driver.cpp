@@ -26,6 +26,9 @@ std::vector<PlannedOp> random_program(std::mt19937& random) {
   for (int i = 0; i < size; ++i) {
     PlannedOp op{int(random() % kLanes), random() % 2 ? Gate::Step : Gate::None, -1, false, false, {}};
     for (unsigned k = random() % 3; k > 0 && i > 0; --k) op.deps.push_back(int(random() % unsigned(i)));
+    // A copy may be repeated until the step, so that nothing reads it before.
+    for (const int dep : op.deps)
+      if (program[size_t(dep)].copies_gradient) op.gate = Gate::Step;
     if (random() % 3 == 0) op = {op.lane, Gate::Gradient, copies++, true, false, {}};
     program.push_back(op);
   }

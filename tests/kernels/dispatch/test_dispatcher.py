@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tidegate
-from tests.kernels.dispatch.exploring import MUTATIONS, Mutation, Reference, explore
+from tests.kernels.dispatch.exploring import MUTATIONS, UNCHANGED, Mutation, Reference, explore
 from tests.services import ROOT
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.plan_execution import program_of
@@ -21,7 +21,7 @@ SEEDS, CAMPAIGN = 3000, 100_000
 SOURCES = ROOT / "kernels" / "src"
 
 
-def explore_all(seeds: Iterable[int], mutation: Mutation = Mutation()) -> list[Reference]:
+def explore_all(seeds: Iterable[int], mutation: Mutation = UNCHANGED) -> list[Reference]:
     return [explore(seed, mutation) for seed in seeds]
 
 
