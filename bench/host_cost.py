@@ -44,12 +44,13 @@ def timed_lanes(seconds: dict[str, list[float]]) -> Iterator[None]:
     the op's lane in `seconds`."""
     run = executor_module.Executor._run
 
-    def timed(executor: Any, progress: Any, taken: Any, waits: Any) -> None:
+    def timed(executor: Any, place: int, *others: Any) -> None:
+        lane = executor._current().plan.ops[place].lane
         began = time.thread_time()
         try:
-            run(executor, progress, taken, waits)
+            run(executor, place, *others)
         finally:
-            seconds[taken.op.lane].append(time.thread_time() - began)
+            seconds[lane].append(time.thread_time() - began)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor_module.Executor, "_run", timed)

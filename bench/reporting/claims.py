@@ -373,8 +373,28 @@ FIRST_PAINT: Final = Claim(
     ),
 )
 
+DISPATCH: Final = Claim(
+    script="dispatch.py",
+    statement="To hand an op to its lane and to note its end takes at most 10 µs of wall time.",
+    device="real; ops that do nothing",
+    spread="the quartiles of three turns",
+    figures=(
+        Figure("µs an op, with ops that may begin on each lane", "now.free", bound=Bound("at most", 10.0)),
+        Figure("µs an op, each after one of another lane", "now.chain"),
+        Figure("µs between two threads of two processes", "now.handover"),
+        Figure("a loop in Python beside it is slower by", "now.loop_slowed_by", PERCENT),
+        Figure("µs an op, the code before", "before.free"),
+        Figure("µs an op of a chain, the code before", "before.chain"),
+        Figure("a loop in Python is slower by, the code before", "before.loop_slowed_by", PERCENT),
+    ),
+    notes=(
+        "*The code before* decided in Python which op a lane begins next. The ops of the engine are Python calls in "
+        "both, so that lanes share the interpreter with the training thread.",
+    ),
+)
+
 CLAIMS: Final = (
     CPU_UPDATE, OVERHEAD, SCRAPE, TIERED_UPDATE, ITERATION, MULTIPATH, ABLATION, DAEMON_LOAD, INTERLEAVING, TUNER,
-    OBJECT_STORE, PREDICTION, SOAK, FIRST_PAINT,
+    OBJECT_STORE, PREDICTION, DISPATCH, SOAK, FIRST_PAINT,
 )  # fmt: skip
 """In the order of the page."""
