@@ -147,11 +147,11 @@ class PendingCheckpoint:
         return self._progress.written_bytes
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """Waits until this rank's part is on stable storage. TimeoutError after `timeout` seconds; CheckpointFailed
-        when the part could not be written: older checkpoints are then unchanged.
+        """Waits until this rank's part is on stable storage. With one rank the checkpoint is then complete; with
+        several ranks it is complete when all ranks have written their parts.
 
-        With one rank the checkpoint is then complete. With several ranks it is complete when all ranks have written
-        their parts.
+        Raises TimeoutError after `timeout` seconds; CheckpointFailed when the part could not be written, with older
+        checkpoints unchanged; EngineError in a child process, which cannot see the writing thread.
         """
         if not self.done() and os.getpid() != self._pid:
             raise EngineError(f"{self.directory} is written by the parent process: wait for it there, not in a child.")
@@ -185,8 +185,8 @@ class PendingCheckpoint:
 
     def wait_and_agree(self) -> None:
         """Waits until all ranks have written their parts or failed, and agrees on the result. A collective call of all
-        ranks. CheckpointFailed on all ranks when the checkpoint is not complete; with one rank, only if the error was
-        not raised before."""
+        ranks. Raises CheckpointFailed on all ranks when the checkpoint is not complete; with one rank, only if the
+        error was not raised before."""
         self._ended.wait()
         if not self._agreed:
             self._agreed = True

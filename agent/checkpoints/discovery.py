@@ -32,18 +32,19 @@ MANIFEST_NAME: Final = re.compile(r"rank(0|[1-9][0-9]*)\.json")
 
 
 def find_checkpoints(directory: str | os.PathLike[str], rank: int = 0) -> list[Checkpoint]:
-    """Lists all complete checkpoints in `directory`, the newest first, each with the manifest of `rank`. Empty when
-    there is no directory.
+    """Lists all complete checkpoints in `directory`, the newest first, each with the manifest of rank number `rank`.
+    The list is empty when there is no directory.
 
-    Checkpoints with a damaged manifest are left out, with a warning: see `find_damaged_checkpoints`. PathUnusable when
-    the directory cannot be read.
+    Checkpoints with a damaged manifest are left out, with a warning: see `find_damaged_checkpoints`. Raises
+    PathUnusable when the directory cannot be read.
     """
     return list_checkpoints(Path(directory), rank)[0]
 
 
 def find_damaged_checkpoints(directory: str | os.PathLike[str]) -> list[DamagedCheckpoint]:
     """Lists checkpoints in `directory` with an unusable manifest of any rank, in the order of their names. Damage to
-    the data is not detected here: `tidegate doctor --checkpoints` reads the data."""
+    the data is not detected here: `tidegate doctor --checkpoints` reads the data. Raises PathUnusable when the
+    directory cannot be read."""
     return list_checkpoints(Path(directory), 0)[1]
 
 

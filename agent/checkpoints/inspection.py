@@ -85,10 +85,10 @@ def _inspect(step: Path) -> Inspected:
 
 
 def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """Finds the newest complete checkpoint without damage; None when there is none. A collective call: each rank reads
-    its own part completely, and all ranks get the same checkpoint.
+    """Finds the newest complete checkpoint without damage, and returns None when there is none. A collective call: each
+    rank reads its own part completely, and all ranks get the same checkpoint.
 
-    Damaged and unreadable checkpoints are left out, with a warning that gives the reason. PathUnusable when the
+    Damaged and unreadable checkpoints are left out, with a warning that gives the reason. Raises PathUnusable when the
     directory cannot be read.
     """
     ranks = Ranks.current()

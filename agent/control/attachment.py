@@ -127,7 +127,7 @@ class Attachment:
 
     @property
     def overhead_seconds(self) -> float:
-        """Sum of `overhead`."""
+        """CPU seconds used so far: the sum of `overhead`."""
         return sum(self.overhead.values())
 
     def rebuild(self) -> None:

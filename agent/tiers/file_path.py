@@ -44,12 +44,13 @@ class PathSettings:
     directory: an existing directory; state is stored in a folder of the run inside it (path; required).
     threads: blocks read at once, and blocks written at once; at least 1 (count; default 4).
     block_bytes: size of one transfer and of one checksummed block; a multiple of 4096 (bytes; default 1048576).
-    lock_slots: processes of this node that may use the device at once; 0 for no exclusive access (count; default 1).
+    lock_slots: processes of this node that may use the device at once (MLP-Offload, section 3.2); 0 for no exclusive
+        access (count; default 1).
     capacity_bytes: limit for the state stored here; 0 for all free space (bytes; default 0).
     wear_bytes_per_day: bytes written a day beyond which attached runs log a warning, once; 0 for never. For a drive of
         4 TB that is rated for one full write a day: 4_000_000_000_000 (bytes a day; default 0).
 
-    ConfigError for a value of another type or out of these bounds.
+    Raises ConfigError for a value of another type or out of these bounds.
     """
 
     directory: str | os.PathLike[str]

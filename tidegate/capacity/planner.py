@@ -18,8 +18,8 @@ from tidegate.plan.ops import path_lanes
 from tidegate.tuner.search import equation_stride
 
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
-"""Strides that the planner tries in this order. It tries `off` before them, and the stride of Eq. 1 of the paper Deep
-Optimizer States after them."""
+"""Strides that the planner tries in this order. It tries `off` before them, and the stride of Eq. 1 of Deep Optimizer
+States after them."""
 WORTHWHILE_FACTOR: Final = 0.97
 """Limit for choices that use more of the GPU or need a change of the training script: such a choice is accepted only
 if its update takes less than this fraction of the shortest update so far."""
