@@ -47,7 +47,7 @@ class Optimizer(OffloadedOptimizer):
     params: as in `torch.optim.Optimizer`: of any shape, in fp32, bf16 or fp16, all on one device.
     rule: name of the update rule, a module of `tidegate.rules`.
     maximize: updates the weights towards larger losses (flag; default False).
-    max_grad_norm: limit, above 0, to which the norm of all gradients is clipped; None: no clipping (norm; default None).
+    max_grad_norm: clips the norm of all gradients to this limit, above 0; None: no clipping (norm; default None).
     offload: settings of offloading; None for all defaults (`Offload`; default None).
     hyperparameters: those of the rule, such as `lr`, and arguments of `torch.optim.AdamW`: `foreach` and `fused` are
         accepted and ignored; `amsgrad`, `capturable` and `differentiable` are refused unless False.
