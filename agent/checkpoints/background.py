@@ -132,7 +132,9 @@ class PendingCheckpoint:
     def start(self) -> None:
         """Starts the thread that copies the remaining state. From now on this thread publishes the part, or removes it
         after a failure."""
-        log.info("checkpoint %s: copying %s bytes while training continues", self.directory, f"{self.total_bytes:,}")
+        log.info(
+            "checkpoint %s: a thread copies %s bytes while training continues", self.directory, f"{self.total_bytes:,}"
+        )
         threading.Thread(target=self._drain, name="tidegate-drain", daemon=False).start()
 
     # ---- for users
@@ -194,7 +196,8 @@ class PendingCheckpoint:
             if not complete and self._ranks.count > 1:  # raised before or not: all ranks behave the same
                 self._failure_raised = True
                 raise self._failure or CheckpointFailed(
-                    f"Another rank could not write its part of {self.directory}: it is not complete."
+                    f"Another rank could not write its part of {self.directory}, which stays incomplete. The error of "
+                    "that rank says why. Older checkpoints are unchanged."
                 )
             if self._published is not None and self._ranks.count > 1:
                 self._remove_expired(self._published)
@@ -205,7 +208,7 @@ class PendingCheckpoint:
         up."""
         if os.getpid() != self._pid or self.done():
             return
-        log.info("waiting for checkpoint %s: %s", self.directory, self._progress_text())
+        log.info("the process waits for checkpoint %s: %s", self.directory, self._progress_text())
         try:
             self._ended.wait()
         except BaseException:

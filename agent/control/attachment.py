@@ -93,7 +93,8 @@ class Attachment:
         optimizer.attachment = self
         attachment_registry.register(self)
         log.info(
-            "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
+            "run %s, rank %d of %d is attached: /metrics is at %s",
+            self.run, self.rank, self.world_size, self.metrics_address,
             extra=event(
                 "attached", run=self.run, rank=self.rank, world_size=self.world_size,
                 metrics_address=self.metrics_address, device=optimizer.device.kind,
@@ -179,7 +180,7 @@ class Attachment:
                 handle.remove()
             self._stop()
             log.info(
-                "run %s, rank %d: detached after %d steps", self.run, self.rank, self.recorder.steps,
+                "run %s, rank %d is detached after %d steps", self.run, self.rank, self.recorder.steps,
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
 

@@ -77,7 +77,7 @@ class PathSettings:
     @property
     def place(self) -> str:
         """Deprecated name of `location`. It will be removed in the next version."""
-        warnings.warn("PathSettings.place is called location now.", DeprecationWarning, stacklevel=2)
+        warnings.warn("PathSettings.place is deprecated: use PathSettings.location.", DeprecationWarning, stacklevel=2)
         return self.location
 
 
@@ -175,7 +175,7 @@ class StoragePath:
             ) from error
         if not direct and not self._warned_buffered:
             self._warned_buffered = True
-            log.warning("path %s: no direct I/O on its file system; the page cache takes host memory", self.name)
+            log.warning("path %s: its file system has no direct I/O, so the page cache takes host memory", self.name)
         return fd
 
     def remove(self, subgroup: int) -> None:

@@ -110,7 +110,7 @@ class SecurityMiddleware:
             if not await self._is_own_name(scope, host):
                 return problem(400, "wrong-host", _not_the_daemon(host))
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
-            return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
+            return problem(403, "cross-origin", "The daemon does not answer web pages of another origin.")
         return None
 
     async def _is_own_name(self, scope: Scope, host: str) -> bool:

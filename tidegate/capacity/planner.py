@@ -239,7 +239,7 @@ def _assumptions(plan: CapacityPlan) -> Iterator[str]:
             else "."
         )
     )
-    cpu = "an update on the CPU is as fast as that lets it be" if machine.cpu_params_per_second is None else (
+    cpu = "this limits an update on the CPU" if machine.cpu_params_per_second is None else (
         f"an update on the CPU does {machine.cpu_params_per_second / 1e9:.2f} G parameters/s"
     )  # fmt: skip
     yield f"Host memory moves {machine.host_bytes_per_second / 1e9:,.0f} GB/s on each node, for everything; {cpu}."

@@ -29,7 +29,7 @@ event."""
 
 def status(
     run: RunOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every 2 s, until Ctrl-C.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show runs that ended, too.")] = False,
     url: Daemon = None,
     as_json: Json = False,
@@ -54,10 +54,10 @@ def status(
 
 def events(
     run: RunOption = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")] = False,
-    after: Annotated[int, typer.Option(help="Only those after this id.", min=0)] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events, too, until Ctrl-C.")] = False,
+    after: Annotated[int, typer.Option(help="Only events after this id.", min=0)] = 0,
     url: Daemon = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each event.")] = False,
 ) -> None:
     """Print the events of a run: generations, canaries, ranks that joined or left. With --json, also the reports of the
     ranks."""

@@ -121,11 +121,11 @@ def test_a_silent_run_is_late_then_lost(tmp_path: Path, monkeypatch: pytest.Monk
             """On a busy machine it may be lost before the page is drawn: then once more."""
             agent.report()
             until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
-            return "Late: no word from rank 0 for" in text(page())
+            return "Late: no message from rank 0 for" in text(page())
 
         until(is_shown_late, "a late run on the page", 60)
         until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
-        assert "Lost: no word from rank 0 for" in text(page())
+        assert "Lost: no message from rank 0 for" in text(page())
 
 
 def test_a_daemon_that_goes_away_leaves_the_last_figures_and_is_found_again(
