@@ -47,7 +47,7 @@ def attach(
         continues without it (default False).
 
     Raises ConfigError for arguments that are wrong in every environment: another optimizer, a model that is no module,
-    a value of another type or out of these bounds.
+    a model in DistributedDataParallel with gradients="release", a value of another type or out of these bounds.
 
     With `strict`, raises also RankTaken when another live agent holds this run and rank (if that agent may have ended
     on another host, only after the time for which the daemon reserves the rank for it); NotAuthorized for a token that

@@ -60,7 +60,7 @@ class Attachment:
         self.run, self.rank, self.world_size = settings.run, self._ranks.rank, self._ranks.count
         with raise_on_all_ranks(self._ranks):
             settings.check()
-            check_model(model)
+            check_model(model, optimizer.offload.gradients)
             configure_logs(settings.strict)
             self._close_conflicting(optimizer, settings.strict)
         optimizer.wait()  # a step that runs already is not recorded
