@@ -250,7 +250,7 @@ class Attachment:
         self._metrics.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
             self._metrics.overhead["link"] = self.link.cpu_seconds
-            self._metrics.thread_failures = self.link.restarts
+            self._metrics.thread_failures, self._metrics.refused = self.link.restarts, self.link.refused
 
     def _synchronize(self, next_step: int) -> BoundaryMessage:
         """Exchanges a message with all ranks. If all ranks know the same committed generation, each rank applies its

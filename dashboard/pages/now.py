@@ -46,6 +46,7 @@ def _runs(context: PageContext) -> None:
         return
     if found.problem:
         st.html(markup.banner(f"{found.problem} What follows is what was last known."))
+    states.refused(found)
     shown = _filtered(found.runs)
     if not shown:
         st.caption("No run has a name like that.")

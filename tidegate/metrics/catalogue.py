@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tidegate.metrics.family import (
+    AGENT_REFUSALS,
     CAUSES,
     CONTENTS,
     DIRECTIONS,
     HOST_MEMORY_KINDS,
     KNOB_STATES,
     KNOBS,
+    LINK_REFUSALS,
     OPERATION_BUCKETS,
     PARTS,
     PATH,
@@ -256,6 +258,11 @@ _CONTROL: Final = (
         "agent_thread_failures", "1", {}, "Failures of threads that speak with the daemon; each thread begins again.",
         unseen="The log has what failed.",
     ),
+    _gauge(
+        "agent_refused", "1", {"reason": LINK_REFUSALS},
+        "1 while the daemon refuses this process, for its token or because another agent holds the rank; else 0.",
+        unseen="The daemon cannot show what it refuses. The log has the reason.",
+    ),
 )  # fmt: skip
 
 METRICS: Final[tuple[Metric, ...]] = (*_STEPS, *_LINKS, *_PATHS, *_MACHINE, *_CONTROL)
@@ -268,6 +275,10 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge(
         "desired_generation", "1", {}, "Newest committed generation of the run.", screen="Knobs", owner="daemon"
+    ),
+    _gauge(
+        "refused_agents", "1", {"reason": AGENT_REFUSALS},
+        "Addresses from which agents were refused in the last 3 minutes.", screen="Header", owner="daemon",
     ),
     _counter(
         "requests", "requests", {}, "HTTP requests by route template, method and status class.",

@@ -291,6 +291,14 @@ def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
 
 
+def test_agents_that_are_refused_are_named_with_and_without_a_run(daemon: Daemon) -> None:
+    daemon.http("POST", "/v1/agents", None)
+    said = "Agents at 127.0.0.1 are refused, because they send no token"
+    assert said in text(page("now"))
+    Agent(daemon).train(1)
+    assert said in text(page("now"))
+
+
 def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Daemon) -> None:
     Agent(daemon).train(2)
     assert "Runs 1 live" in text(page("start"))
