@@ -192,7 +192,7 @@ def test_status_names_agents_that_are_refused(daemon: Daemon) -> None:
     assert said not in run(daemon, "status")[1]
     daemon.http("POST", "/v1/agents", None)
     assert said in run(daemon, "status")[1]
-    Agent(daemon, "llama-7b").train(1)
+    Agent(daemon, "llama-7b").train(1, update_seconds=1.5)
     assert said in run(daemon, "status")[1]
 
 
