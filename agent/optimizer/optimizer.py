@@ -323,10 +323,10 @@ class Optimizer(OffloadedOptimizer):
         are skipped with a warning; if `step` names such a checkpoint, an error gives the reason. Damage in the data is
         an error, because an older state would not match the weights; `find_sound_checkpoint` finds such damage first.
 
-        Raises NoCheckpoint if there is none; FileDamaged if files of `save_also` have changed; ForeignState or
-        WeightsMismatch for another model, other weights or another number of ranks: nothing is changed then. Raises
-        another `StateFileError` for other damage. If this damage is found in the data, the optimizer is not usable
-        until a complete checkpoint is loaded.
+        Raises ConfigError for an address such as s3://…; NoCheckpoint if there is none; FileDamaged if files of
+        `save_also` have changed; ForeignState or WeightsMismatch for another model, other weights or another number of
+        ranks: nothing is changed then. Raises another `StateFileError` for other damage. If this damage is found in the
+        data, the optimizer is not usable until a complete checkpoint is loaded.
         """
         self.engine.usability.require_loadable()
         self._follow_params()
