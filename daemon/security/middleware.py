@@ -31,7 +31,7 @@ REFUSALS = {
     "no": "A token is needed: send `Authorization: Bearer …`.",
     "wrong": "The daemon does not know this token.",
     "expired": "The token has expired: ask for a new one.",
-    "revoked": "The token was withdrawn: ask for a new one.",
+    "revoked": "The token was revoked: ask for a new one.",
 }
 OPEN_BODY_BYTES: Final = 65_536
 """Largest body of a request that needs no token."""
@@ -152,7 +152,7 @@ class SecurityMiddleware:
             what = f"{scope['method']} {scope['path']}"
             detail = f"The token has scope {caller.scope}; {what} needs {requirement.needed}."
         elif not requirement.allows_run(caller):
-            status, reason, detail = 403, "wrong-run", f"The token opens run {caller.run!r} only."
+            status, reason, detail = 403, "wrong-run", f"The token is valid for run {caller.run!r} only."
         else:
             return None, caller
         if scope["path"].startswith(AGENTS):

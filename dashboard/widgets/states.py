@@ -21,7 +21,7 @@ def nothing_yet(url: str, found: Runs) -> None:
         st.html(markup.banner(f"{found.problem} This page connects by itself."))
         st.code("tidegate daemon", language="bash")
         return
-    st.html(markup.head("Tidegate", "live", [url]) + markup.verdict("The daemon is up; no run has said hello yet."))
+    st.html(markup.head("Tidegate", "live", [url]) + markup.verdict("The daemon is up; no run has registered yet."))
     refused(found)
     st.html(markup.title("Try it", "a small training on an emulated device, no GPU needed"))
     st.code("tidegate demo", language="bash")

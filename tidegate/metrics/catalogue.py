@@ -41,7 +41,7 @@ _LANE: Labels = {"path": (PATH,), "operation": PATH_OPERATIONS}
 _PCIE: Labels = {"direction": DIRECTIONS, "source": PCIE_SOURCES}
 _PREDICTED = {"phase": ("forward", "backward", "update")}
 _RULES = "For alert rules."
-_CROSS_CHECK = "A second opinion on counted bytes, for Prometheus."
+_CROSS_CHECK = "A second measurement of the counted bytes, for Prometheus."
 
 
 def _metric(kind: Any, name: str, unit: str, labels: Labels, help: str, **more: Any) -> Metric:
@@ -97,8 +97,7 @@ _LINKS: Final = (
     ),
     _gauge(
         "link_ceiling_bytes_per_second", "bytes/s", _DIRECTION,
-        "The highest mean speed of copies in any step of this run that copied at least 1 MiB: what the link is known "
-        "to do.",
+        "The highest mean speed of copies in any step of this run that copied at least 1 MiB.",
         unseen="For alerts on a saturated link; the live view compares with the fastest of the steps that it shows.",
     ),
 )  # fmt: skip
@@ -156,7 +155,7 @@ _PATHS: Final = (
         unseen=_RULES, needs="paths",
     ),
     _gauge(
-        "path_ceiling_bytes_per_second", "bytes/s", _LANE, "What a storage path could do alone when the run began.",
+        "path_ceiling_bytes_per_second", "bytes/s", _LANE, "Speed of a path alone, measured when the run began.",
         screen="Storage paths", needs="paths",
     ),
     _gauge(
@@ -251,8 +250,8 @@ _CONTROL: Final = (
         screen="Header",
     ),
     _counter(
-        "agent_overhead_seconds", "seconds", {"part": PARTS}, "CPU time that watching costs.",
-        unseen="It is of interest over hours; `bench/overhead.py` measures it.",
+        "agent_overhead_seconds", "seconds", {"part": PARTS}, "CPU time that telemetry takes.",
+        unseen="It matters over hours; `bench/overhead.py` measures it.",
     ),
     _counter(
         "agent_thread_failures", "1", {}, "Failures of threads that speak with the daemon; each thread begins again.",

@@ -30,7 +30,7 @@ def test_no_daemon_says_so_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     app = page()
-    assert "no run has said hello yet" in text(app)
+    assert "no run has registered yet" in text(app)
     commands = [code.value for code in app.code]
     assert commands[0] == "tidegate demo"
     assert "tidegate.attach(" in commands[1]

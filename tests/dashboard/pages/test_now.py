@@ -158,7 +158,7 @@ def test_cards_say_how_each_run_is_and_link_to_it(daemon: Daemon) -> None:
     app = page("now")
     shown = text(app)
     assert "Runs 3 live, 1 finished" in shown
-    assert re.search(r"3\.\d\d s/step +step 30 · 1 rank · CUDA · heard of", shown)
+    assert re.search(r"3\.\d\d s/step +step 30 · 1 rank · CUDA · last message", shown)
     assert "of the step; it waited 31% of it for h2d" in shown
     assert "no step yet" in shown
     assert "backward 39 %" in shown
@@ -286,7 +286,7 @@ def test_a_daemon_that_goes_away_leaves_the_cards(tmp_path: Path, monkeypatch: p
 
 def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     app = page("now")
-    assert "no run has said hello yet" in text(app)
+    assert "no run has registered yet" in text(app)
     assert app.code[0].value == "tidegate demo"
     Agent(daemon).train(1)
     until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
