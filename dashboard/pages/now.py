@@ -46,7 +46,6 @@ def _runs(context: PageContext) -> None:
         return
     if found.problem:
         st.html(markup.banner(f"{found.problem} What follows is what was last known."))
-    states.refused(found)
     shown = _filtered(found.runs)
     if not shown:
         st.caption("No run has a name like that.")
@@ -71,10 +70,11 @@ def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
 
 @refreshed
 def _next(context: PageContext) -> None:
-    """Draws the number of runs by liveness, and the suggested action."""
+    """Draws agents that the daemon refuses, the number of runs by liveness, and the suggested action."""
     found = queries.runs(context.url)
     if not found.runs:
         return
+    states.refused(found)
     st.html(markup.title("Runs", triage.counted(found.runs)))
     if found.problem:
         return

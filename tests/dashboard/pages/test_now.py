@@ -68,7 +68,7 @@ BLOCKED = CALM.model_copy(update={"stalls": (StallRow(phase="update", cause="col
             run_of("r", "lost", last_seen=NOW - 200),
             (),
             "run",
-            "Look at process 4711 on gpu-1: nothing was heard",
+            "Look at process 4711 on gpu-1: rank 0 sent no message for 3 min 20 s.",
         ),
         (run_of("r", "stale", last_seen=NOW - 12), (), "run", "for 12 s."),
         (run_of("r", step=STALLED), (), "tune", "13 % of each step is spent waiting for h2d."),
