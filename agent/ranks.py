@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from typing import Final, Self, TypeVar
 import torch
 
 from tidegate.errors import ConfigError
+from tidegate.logs import event
+
+log = logging.getLogger("tidegate")
 
 T = TypeVar("T")
 
@@ -54,6 +58,27 @@ def cpu_lane_threads() -> int:
 def ranks_that_share_host() -> int:
     """Number of ranks of this training that share the memory of this host; 1 for a training with a single process."""
     return ranks_of_host() if Ranks.current().count > 1 else 1
+
+
+def check_ranks_are_known(when_built: int, *, has_paths: bool) -> None:
+    """Checks, at the first step, whether the optimizer was built before the process group existed.
+
+    when_built: number of ranks when the optimizer was built. Raises ConfigError if there are more now and the optimizer
+    has storage paths, because their files name the rank; without paths a warning is logged.
+    """
+    now = Ranks.current().count
+    if now <= when_built:
+        return
+    text = (
+        f"The optimizer was built before torch.distributed.init_process_group, for {when_built} rank, and now there "
+        f"are {now} ranks. %s Build the optimizer after init_process_group."
+    )
+    if has_paths:
+        raise ConfigError(text % "The files on its storage paths would have a wrong rank.")
+    log.warning(
+        text, "It copies gradients before and after they are averaged, and all ranks of a host want its whole memory.",
+        extra=event("built_before_ranks", ranks=now),
+    )  # fmt: skip
 
 
 def _slurm_tasks_of_node() -> int | None:

@@ -142,8 +142,8 @@ def read_only() -> str:
     if find_token("operate") is not None:
         return ""
     return (
-        f"Links only let look: there is no operate token in {token_dir()}. The daemon writes it to operate.token in "
-        "its state directory: paste it into the page Tune, or name it in TIDEGATE_OPERATE_TOKEN."
+        f"Links give read access only: there is no operate token in {token_dir()}. The daemon writes it to "
+        "operate.token in its state directory: paste it into the page Tune, or name it in TIDEGATE_OPERATE_TOKEN."
     )
 
 

@@ -1,9 +1,8 @@
-"""The documentation site: its pages, its drawings, and the commands and programs on them. `make check` builds it."""
+"""The documentation site: its pages, its drawings, and programs on them. `make check` builds it."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
 import tidegate
@@ -19,7 +17,6 @@ from docs import docstrings, draw_plans, flowchart, hooks, write_reference
 from tests.documented import blocks, program, replaced
 from tests.services import ROOT
 from tidegate import errors
-from tidegate.cli.main import app
 
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -134,27 +131,6 @@ def test_arrows_lead_from_layer_to_layer() -> None:
     layers, short = flowchart.layered(["a", "b", "c"], [("a", "b"), ("b", "c"), ("a", "c")])
     assert layers == [["a"], ["b", "a c 1"], ["c"]]
     assert short == [("a", "b"), ("b", "c"), ("a", "a c 1"), ("a c 1", "c")]
-
-
-def commands() -> list[tuple[str, str]]:
-    """Calls of `tidegate` in blocks of shell, with their pages."""
-    found = []
-    for page in PAGES:
-        if page.startswith("guides/") or page == "quickstart.md":
-            for block in re.findall(r"```bash\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
-                lines = [line.partition(" > ")[0] for line in block.splitlines()]
-                found += [(page, line) for line in lines if re.match(r"(\.venv/bin/)?tidegate ", line)]
-    return found
-
-
-@pytest.mark.parametrize(("page", "line"), commands())
-def test_commands_of_guides_have_known_options(page: str, line: str) -> None:
-    group: Any = typer.main.get_command(app)
-    words = shlex.split(line)[1:]
-    while hasattr(group, "commands"):
-        group = group.commands[words.pop(0)]
-    known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert {word for word in words if word.startswith("-")} <= known, f"{page}: {line}"
 
 
 def test_the_program_of_the_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:

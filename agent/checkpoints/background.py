@@ -132,7 +132,9 @@ class PendingCheckpoint:
     def start(self) -> None:
         """Starts the thread that copies the remaining state. From now on this thread publishes the part, or removes it
         after a failure."""
-        log.info("checkpoint %s: copying %s bytes while training continues", self.directory, f"{self.total_bytes:,}")
+        log.info(
+            "checkpoint %s: a thread copies %s bytes while training continues", self.directory, f"{self.total_bytes:,}"
+        )
         threading.Thread(target=self._drain, name="tidegate-drain", daemon=False).start()
 
     # ---- for users
@@ -147,11 +149,11 @@ class PendingCheckpoint:
         return self._progress.written_bytes
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """Waits until this rank's part is on stable storage. TimeoutError after `timeout` seconds; CheckpointFailed
-        when the part could not be written: older checkpoints are then unchanged.
+        """Waits until this rank's part is on stable storage. With one rank the checkpoint is then complete; with
+        several ranks it is complete when all ranks have written their parts.
 
-        With one rank the checkpoint is then complete. With several ranks it is complete when all ranks have written
-        their parts.
+        Raises TimeoutError after `timeout` seconds; CheckpointFailed when the part could not be written, with older
+        checkpoints unchanged; EngineError in a child process, which cannot see the writing thread.
         """
         if not self.done() and os.getpid() != self._pid:
             raise EngineError(f"{self.directory} is written by the parent process: wait for it there, not in a child.")
@@ -185,8 +187,8 @@ class PendingCheckpoint:
 
     def wait_and_agree(self) -> None:
         """Waits until all ranks have written their parts or failed, and agrees on the result. A collective call of all
-        ranks. CheckpointFailed on all ranks when the checkpoint is not complete; with one rank, only if the error was
-        not raised before."""
+        ranks. Raises CheckpointFailed on all ranks when the checkpoint is not complete; with one rank, only if the
+        error was not raised before."""
         self._ended.wait()
         if not self._agreed:
             self._agreed = True
@@ -194,7 +196,8 @@ class PendingCheckpoint:
             if not complete and self._ranks.count > 1:  # raised before or not: all ranks behave the same
                 self._failure_raised = True
                 raise self._failure or CheckpointFailed(
-                    f"Another rank could not write its part of {self.directory}: it is not complete."
+                    f"Another rank could not write its part of {self.directory}, which stays incomplete. The error of "
+                    "that rank says why. Older checkpoints are unchanged."
                 )
             if self._published is not None and self._ranks.count > 1:
                 self._remove_expired(self._published)
@@ -205,7 +208,7 @@ class PendingCheckpoint:
         up."""
         if os.getpid() != self._pid or self.done():
             return
-        log.info("waiting for checkpoint %s: %s", self.directory, self._progress_text())
+        log.info("the process waits for checkpoint %s: %s", self.directory, self._progress_text())
         try:
             self._ended.wait()
         except BaseException:

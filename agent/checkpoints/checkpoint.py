@@ -37,8 +37,8 @@ class Checkpoint:
         `load_checkpoint` calls this method. If you load weights from these files before you call `load_checkpoint`,
         call this method first.
 
-        FileDamaged, DataTruncated or StrangeEntry when a file is damaged, missing or replaced by another kind of entry;
-        FileUnreadable when the system refuses to read it.
+        Raises FileDamaged, DataTruncated or StrangeEntry when a file is damaged, missing or replaced by another kind of
+        entry, and FileUnreadable when the system refuses to read it.
         """
         with file_unreadable_on_error(self.folder):
             require_directory(self.folder)

@@ -23,6 +23,7 @@ from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from tidegate.agent.checkpoints.manifest import Manifest, file_unreadable_on_error, manifest_path, read_manifest
 from tidegate.agent.tiers.plain_files import is_directory, require_directory
 from tidegate.errors import DataTruncated, ManifestDamaged, NoCheckpoint, PathUnusable, StateFileError
+from tidegate.knobs.setting_checks import check_directory
 from tidegate.logs import event
 
 log = logging.getLogger("tidegate.tiers")
@@ -32,19 +33,26 @@ MANIFEST_NAME: Final = re.compile(r"rank(0|[1-9][0-9]*)\.json")
 
 
 def find_checkpoints(directory: str | os.PathLike[str], rank: int = 0) -> list[Checkpoint]:
-    """Lists all complete checkpoints in `directory`, the newest first, each with the manifest of `rank`. Empty when
-    there is no directory.
+    """Lists all complete checkpoints in `directory`, the newest first, each with the manifest of rank number `rank`.
+    The list is empty when there is no directory.
 
-    Checkpoints with a damaged manifest are left out, with a warning: see `find_damaged_checkpoints`. PathUnusable when
-    the directory cannot be read.
+    Checkpoints with a damaged manifest are left out, with a warning: see `find_damaged_checkpoints`. Raises
+    PathUnusable when the directory cannot be read, and ConfigError for an address such as s3://….
     """
-    return list_checkpoints(Path(directory), rank)[0]
+    return list_checkpoints(existing_path(directory), rank)[0]
 
 
 def find_damaged_checkpoints(directory: str | os.PathLike[str]) -> list[DamagedCheckpoint]:
     """Lists checkpoints in `directory` with an unusable manifest of any rank, in the order of their names. Damage to
-    the data is not detected here: `tidegate doctor --checkpoints` reads the data."""
-    return list_checkpoints(Path(directory), 0)[1]
+    the data is not detected here: `tidegate doctor --checkpoints` reads the data. Raises PathUnusable when the
+    directory cannot be read, and ConfigError for an address such as s3://…."""
+    return list_checkpoints(existing_path(directory), 0)[1]
+
+
+def existing_path(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path of a directory of checkpoints. ConfigError for an address, such as s3://bucket/prefix."""
+    check_directory("directory", directory, "give the directory that checkpoints were saved to")
+    return Path(os.path.abspath(directory))
 
 
 def list_checkpoints(directory: Path, rank: int) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
@@ -117,7 +125,8 @@ def warn_damaged(damaged: DamagedCheckpoint) -> None:
 def choose_checkpoint(directory: str | os.PathLike[str], rank: int, step: int | None) -> Checkpoint:
     """Finds the newest complete checkpoint; with `step`, the newest one of that step. If only damaged checkpoints
     exist, raises the error of the damaged one with the highest step; if there are none at all, NoCheckpoint."""
-    complete, damaged = list_checkpoints(Path(directory), rank)
+    where = existing_path(directory)
+    complete, damaged = list_checkpoints(where, rank)
     for one in complete:
         if step in (None, one.step):
             return one
@@ -126,9 +135,9 @@ def choose_checkpoint(directory: str | os.PathLike[str], rank: int, step: int | 
     wanted = "No complete checkpoint" if step is None else f"No complete checkpoint of step {step}"
     steps = ", ".join(str(one.step) for one in complete)
     broken = f"; damaged: {', '.join(one.directory.name for one in damaged)}" if damaged else ""
-    where = f"{wanted} of rank {rank} is in {Path(directory).absolute()}"
     raise NoCheckpoint(
-        f"{where}; steps there: {steps or 'none'}{broken}. Give a step and a directory with a complete checkpoint."
+        f"{wanted} of rank {rank} is in {where}; steps there: {steps or 'none'}{broken}. Give a step and a directory "
+        "with a complete checkpoint."
     )
 
 

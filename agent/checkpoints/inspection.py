@@ -16,6 +16,7 @@ import numpy as np
 
 from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from tidegate.agent.checkpoints.discovery import (
+    existing_path,
     find_checkpoints,
     has_all_ranks,
     manifests_of,
@@ -63,7 +64,7 @@ class Inspected:
 def inspect(directory: str | os.PathLike[str]) -> list[Inspected]:
     """Inspects all checkpoints in a directory, in the order of their names. PathUnusable when the directory cannot be
     read."""
-    return [_inspect(step) for step in step_entries(Path(os.path.abspath(directory)))]
+    return [_inspect(step) for step in step_entries(existing_path(directory))]
 
 
 def _inspect(step: Path) -> Inspected:
@@ -85,11 +86,11 @@ def _inspect(step: Path) -> Inspected:
 
 
 def find_sound_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """Finds the newest complete checkpoint without damage; None when there is none. A collective call: each rank reads
-    its own part completely, and all ranks get the same checkpoint.
+    """Finds the newest complete checkpoint without damage, and returns None when there is none. A collective call: each
+    rank reads its own part completely, and all ranks get the same checkpoint.
 
-    Damaged and unreadable checkpoints are left out, with a warning that gives the reason. PathUnusable when the
-    directory cannot be read.
+    Damaged and unreadable checkpoints are left out, with a warning that gives the reason. Raises PathUnusable when the
+    directory cannot be read, and ConfigError for an address such as s3://….
     """
     ranks = Ranks.current()
     complete = {one.directory.name: one for one in find_checkpoints(directory, ranks.rank)}

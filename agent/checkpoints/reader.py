@@ -172,4 +172,6 @@ def checkpoint_failed_on_error(path: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataTruncated(path, "no file", "a state file") from error
     except OSError as error:
-        raise CheckpointFailed(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointFailed(
+            f"{path} cannot be read: {error.strerror}. Solve this problem, then load the checkpoint again."
+        ) from error

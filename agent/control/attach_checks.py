@@ -11,9 +11,11 @@ from typing import Final
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch.nn.parallel import DistributedDataParallel
 
 from tidegate.agent.control.daemon_link import AgentLink
 from tidegate.agent.control.report_source import ReportSource
+from tidegate.agent.gradients.gradients import Mode
 from tidegate.agent.ranks import Ranks, local_rank
 from tidegate.client.discovery import find_token
 from tidegate.client.transport import check_address
@@ -77,10 +79,17 @@ class AttachSettings:
             )
 
 
-def check_model(model: object) -> None:
-    """Raises ConfigError unless `model` is a module or None."""
-    if model is not None and not isinstance(model, torch.nn.Module):
+def check_model(model: object, gradients: Mode) -> None:
+    """Raises ConfigError unless `model` is None, or a module that works with `Offload(gradients=…)`."""
+    if model is None:
+        return
+    if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module: give the model, or leave it out.")
+    if gradients == "release" and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "The model is in DistributedDataParallel (DDP), and the optimizer has gradients='release': DDP reads "
+            "gradients after they were released. Build the optimizer with Offload(gradients='keep')."
+        )
 
 
 def metrics_port_of_rank(first: int) -> int:

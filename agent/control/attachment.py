@@ -60,7 +60,7 @@ class Attachment:
         self.run, self.rank, self.world_size = settings.run, self._ranks.rank, self._ranks.count
         with raise_on_all_ranks(self._ranks):
             settings.check()
-            check_model(model)
+            check_model(model, optimizer.offload.gradients)
             configure_logs(settings.strict)
             self._close_conflicting(optimizer, settings.strict)
         optimizer.wait()  # a step that runs already is not recorded
@@ -93,7 +93,8 @@ class Attachment:
         optimizer.attachment = self
         attachment_registry.register(self)
         log.info(
-            "run %s, rank %d of %d: metrics at %s", self.run, self.rank, self.world_size, self.metrics_address,
+            "run %s, rank %d of %d is attached: /metrics is at %s",
+            self.run, self.rank, self.world_size, self.metrics_address,
             extra=event(
                 "attached", run=self.run, rank=self.rank, world_size=self.world_size,
                 metrics_address=self.metrics_address, device=optimizer.device.kind,
@@ -127,7 +128,7 @@ class Attachment:
 
     @property
     def overhead_seconds(self) -> float:
-        """Sum of `overhead`."""
+        """CPU seconds used so far: the sum of `overhead`."""
         return sum(self.overhead.values())
 
     def rebuild(self) -> None:
@@ -179,7 +180,7 @@ class Attachment:
                 handle.remove()
             self._stop()
             log.info(
-                "run %s, rank %d: detached after %d steps", self.run, self.rank, self.recorder.steps,
+                "run %s, rank %d is detached after %d steps", self.run, self.rank, self.recorder.steps,
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
 
@@ -249,7 +250,7 @@ class Attachment:
         self._metrics.overhead["tuner"] += time.thread_time() - began
         if self.link is not None:
             self._metrics.overhead["link"] = self.link.cpu_seconds
-            self._metrics.thread_failures = self.link.restarts
+            self._metrics.thread_failures, self._metrics.refused = self.link.restarts, self.link.refused
 
     def _synchronize(self, next_step: int) -> BoundaryMessage:
         """Exchanges a message with all ranks. If all ranks know the same committed generation, each rank applies its

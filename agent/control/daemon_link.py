@@ -93,6 +93,11 @@ class AgentLink:
         """Whether the daemon has accepted this rank, and the last exchange of the report thread with it worked."""
         return self._registration.connected
 
+    @property
+    def refused(self) -> str:
+        """What the daemon refuses now: the `token`, or the `rank`. Empty for nothing."""
+        return self._refusals.refused
+
     def start(self, strict: bool = False) -> None:
         """Sends the first registration message (hello), then starts the threads. If the daemon is unavailable or
         refuses the rank, that is logged, and the threads try again while training runs.

@@ -25,6 +25,8 @@ class RefusalLog:
     def __init__(self, run: str, rank: int) -> None:
         self.pause: float | None = None
         """Seconds until the next registration; None for the usual back-off."""
+        self.refused = ""
+        """What the daemon refuses now: the `token`, or the `rank`, which another agent holds. Empty for nothing."""
         self._run, self._rank = run, rank
         self._since: float | None = None
         """Start of the outage, on the monotonic clock; None outside an outage."""
@@ -33,7 +35,7 @@ class RefusalLog:
     def rank_taken(self, error: RankTaken) -> None:
         """Logs that another agent holds the rank. The message says whether that agent is certainly alive; if it may
         have ended on another host, the message gives the end of its lease."""
-        now = time.monotonic()
+        self.refused, now = "rank", time.monotonic()
         self._since = now if self._since is None else self._since
         if is_observable(error.holder) or now - self._since > error.lease_seconds:
             sentence = (
@@ -50,7 +52,7 @@ class RefusalLog:
 
     def token_refused(self, error: NotAuthorized) -> None:
         """Logs that the token is refused."""
-        self.pause = TOKEN_PAUSE_SECONDS
+        self.refused, self.pause = "token", TOKEN_PAUSE_SECONDS
         sentence = f"The daemon refuses this process: {error} {_TRAINING_GOES_ON}."
         self._warn(sentence, event("token_refused", run=self._run, rank=self._rank, reason=sentence))
 
@@ -61,7 +63,7 @@ class RefusalLog:
                 "run %s, rank %d: the daemon accepts this process now, after it had refused it", self._run, self._rank,
                 extra=event("rank_held", run=self._run, rank=self._rank),
             )  # fmt: skip
-        self.pause = self._since = None
+        self.refused, self.pause, self._since = "", None, None
         self._logged.clear()
 
     def _warn(self, sentence: str, extra: dict[str, Any]) -> None:

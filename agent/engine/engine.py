@@ -31,6 +31,7 @@ from tidegate.agent.gradients.gradients import Gradients
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.parameters.shards import GradientNorm, shard_of
 from tidegate.agent.parameters.subgroups import Layout
+from tidegate.agent.ranks import Ranks, check_ranks_are_known
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import EngineError
 from tidegate.kernels import ThreadPool
@@ -104,6 +105,7 @@ class Engine:
         self.num_updates_begun = 0
         """Number of updates that have begun, including the one in progress. If one of them cannot be completed, the
         engine is no longer usable."""
+        self._num_ranks = Ranks.current().count
         self.usability = Usability(self._executor)
 
     def extend(self, params: Sequence[torch.nn.Parameter], layouts: Sequence[Layout]) -> None:
@@ -183,9 +185,12 @@ class Engine:
         """Begins the update and waits until the gradient norm is known. Returns the numbers of the parameters that the
         update changes: none if the step is skipped.
 
-        `wait_for_update` waits for the end of the update.
+        `wait_for_update` waits for the end of the update. Raises ConfigError at the first step if the optimizer with
+        storage paths was built before the process group.
         """
         assert not self.running, "wait for the last update first"
+        if not self.num_updates_begun:
+            check_ranks_are_known(self._num_ranks, has_paths=self.store is not None)
         made, called = self.device.mark(), time.monotonic()
         self.gradients.watch_unfrozen()
         self.start()

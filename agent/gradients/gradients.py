@@ -179,8 +179,8 @@ class Gradients:
             raise ParameterError(
                 f"Parameter {param} got a second gradient in one step after its first was released. "
                 "Drop gradients with optimizer.zero_grad(), not model.zero_grad(), and put all but the last backward "
-                "of a step into `with optimizer.accumulate():`. Under DDP, or where reentrant checkpoints share a "
-                "weight, use gradients='keep'."
+                "of a step into `with optimizer.accumulate():`. Under DistributedDataParallel (DDP), or where "
+                "reentrant checkpoints share a weight, use gradients='keep'."
             )
 
     def reduced(self, param: int, grad: torch.Tensor) -> tuple[int, ...]:

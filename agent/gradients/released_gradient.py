@@ -41,8 +41,8 @@ def _use_refused(what: object) -> ParameterError:
     return ParameterError(
         f"{what} is not possible on a gradient that was released at its arrival (gradients='release'). Clip with "
         "max_grad_norm instead of clip_grad_norm_, put all but the last backward of a step into "
-        "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(); GradScaler needs "
-        "gradients='keep'."
+        "`with optimizer.accumulate():`, drop gradients with optimizer.zero_grad(). "
+        "DistributedDataParallel (DDP) and GradScaler need gradients='keep'."
     )
 
 

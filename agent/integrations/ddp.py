@@ -176,9 +176,14 @@ def overlap_ddp(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: Dist
 def _require_early_copies(optimizer: Optimizer, model: object) -> None:
     """Raises ConfigError unless gradients of this optimizer can be copied from the buckets of this model."""
     if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(f"overlap_ddp takes a DistributedDataParallel, not a {type(model).__name__}.")
+        raise ConfigError(
+            f"overlap_ddp takes the DistributedDataParallel around the model, not a {type(model).__name__}."
+        )
     if optimizer.offload.gradients != "keep":
-        raise ConfigError('overlap_ddp needs gradients="keep": DDP holds gradients in its buckets anyway.')
+        raise ConfigError(
+            'The optimizer has gradients="release", which overlap_ddp cannot use: DDP holds gradients in its buckets '
+            'anyway. Build the optimizer with Offload(gradients="keep").'
+        )
     inside = {id(param) for param in model.parameters()}
     if not any(id(param) in inside for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(

@@ -16,7 +16,9 @@ class AdamW(Optimizer):
     """AdamW with offloaded state. For given gradients, its weights equal those of the reference implementation in NumPy
     (`tidegate.kernels.arithmetic.oracle`), bit for bit.
 
-    params, lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
+    params: as in `torch.optim.AdamW`: of any shape, in fp32, bf16 or fp16, all on one device.
+    lr: learning rate, as in `torch.optim.AdamW`: a number, or a scalar tensor of any dtype.
+    betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
     decoupled: False gives Adam, with weight decay as an L2 term (flag; default True).
     max_grad_norm: clips the norm of all gradients to this limit, above 0; None: no clipping (norm; default None).
     offload: settings of offloading; None for all defaults (`Offload`; default None).

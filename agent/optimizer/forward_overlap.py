@@ -155,7 +155,8 @@ def units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[torch.
 def overlap_forward(optimizer: torch.optim.Optimizer | OptimizerWrapper, model: torch.nn.Module) -> ForwardOverlap:
     """Overlaps the update with the next forward. After one training forward, `step()` returns as soon as the gradient
     norm is known, while the update goes on; the next forward waits for each weight where the weight is read. Results
-    are the same as without overlap, bit for bit. `close()` of the returned handle, or `optimizer.close()`, ends the
+    are the same as without overlap, bit for bit. Only the update's last copies overlap in the paper (Deep Optimizer
+    States, Figure 5); here all of its work may. `close()` of the returned handle, or `optimizer.close()`, ends the
     overlap.
 
     optimizer: a `tidegate.AdamW` with `Offload(gradients="release")`, or a wrapper of a framework that holds one.

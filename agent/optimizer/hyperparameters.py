@@ -80,7 +80,7 @@ def defaults_of(rule: UpdateRule, given: Mapping[str, Any]) -> dict[str, Any]:
     known = {**rule.defaults, **TORCH_DEFAULTS}
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is not an option of {rule.name}: check its name.")
+        raise ConfigError(f"{unknown[0]!r} is not an option of {rule.name}: use {', '.join(sorted(known))}.")
     check_group(rule, given)
     return {**known, **given}
 

@@ -38,9 +38,11 @@ class Offload:
     """Settings of offloading: where state is stored, and how updates run. Fixed when the optimizer is built; attached
     runs may change the knobs (stride, static_ratio, tier_split, host_cache, order) later.
 
-    stride: every stride-th subgroup that is not resident is updated on the device, 1 to 1000000; "off", or "auto": 2 at
-        first and, once attached, the best stride for the measured rates (subgroups; default "auto").
-    static_ratio: share of the subgroups whose state stays on the device, 0 to 1 (share of subgroups; default 0.0).
+    stride: every stride-th subgroup that is not resident is updated on the device (Deep Optimizer States, Algorithm 1),
+        1 to 1000000; "off", or "auto": 2 at first and, once attached, the best stride for the measured rates
+        (subgroups; default "auto").
+    static_ratio: share of the subgroups whose state stays on the device, 0 to 1; the set R of Deep Optimizer States,
+        Algorithm 1 (share of subgroups; default 0.0).
     subgroup_numel: size of a subgroup, at least 1 (parameters; default 100_000_000).
     num_slots: staging slots on the device, each a buffer for the state of one subgroup, at least 1; two or more let
         copies in, updates and copies out overlap (count; default 2).
@@ -63,9 +65,9 @@ class Offload:
         fit are spilled to the host and copied back with their state; a backward waits for copies while its next
         gradient would not fit. 0 for the memory that weights, state and headroom leave; activations are not counted,
         so set this or `headroom_bytes` if activations take much of the device (bytes; default 0).
-    policy: "interleaved" runs copies and updates at the same time. Two other policies are baselines: "sequential" runs
-        copies and updates one at a time; "twinflow" also runs one at a time, and updates on the device only subgroups
-        whose state stays there (word; default "interleaved").
+    policy: "interleaved" runs copies and updates at the same time (Deep Optimizer States, section 4.1). Two other
+        policies are baselines: "sequential" runs copies and updates one at a time; "twinflow" also runs one at a time,
+        and updates on the device only subgroups whose state stays there (word; default "interleaved").
     watchdog_seconds: longest duration of one op (a copy, an update, a read, a write), more than 0; LaneStuckError is
         raised if it takes longer (seconds; default 120.0).
     paths: storage for state that is neither on the device nor in host memory: directories or "s3://bucket/prefix", by
@@ -76,9 +78,10 @@ class Offload:
     host_cache: host memory that holds some of this state between steps, as a number or as "8GiB"; "auto": 90 % of the
         free host memory minus other buffers, in equal parts for the ranks of a host (bytes; default "auto").
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
-        the subgroups that the next update begins with (MLP-Offload); "auto": pinned (word; default "auto").
+        the subgroups that the next update begins with (MLP-Offload, section 3.2); "auto": pinned
+        (word; default "auto").
     host_slots: staging slots in host memory for each path, at least 1; three let a fetch, an update and a flush overlap
-        (count; default 3).
+        (MLP-Offload, section 3.1) (count; default 3).
 
     Raises ConfigError for a value of another type or out of these bounds; for a knob, this is a KnobError (a subclass).
     """

@@ -44,11 +44,10 @@ from tidegate.timeline.timeline import PhaseSpan
 class Optimizer(OffloadedOptimizer):
     """An optimizer with offloaded state and any update rule. `AdamW` is the one with the rule "adamw".
 
-    params: as in `torch.optim.Optimizer`.
+    params: as in `torch.optim.Optimizer`: of any shape, in fp32, bf16 or fp16, all on one device.
     rule: name of the update rule, a module of `tidegate.rules`.
     maximize: updates the weights towards larger losses (flag; default False).
-    max_grad_norm: limit, above 0, to which the norm of all gradients is clipped; None for no clipping
-        (norm; default None).
+    max_grad_norm: clips the norm of all gradients to this limit, above 0; None: no clipping (norm; default None).
     offload: settings of offloading; None for all defaults (`Offload`; default None).
     hyperparameters: those of the rule, such as `lr`, and arguments of `torch.optim.AdamW`: `foreach` and `fused` are
         accepted and ignored; `amsgrad`, `capturable` and `differentiable` are refused unless False.
@@ -86,7 +85,8 @@ class Optimizer(OffloadedOptimizer):
         """Does one update. `closure` re-evaluates the model and returns the loss, as in torch.
 
         Raises CheckpointFailed, once and before the update begins, if a checkpoint in the background could not be
-        completed. With several ranks, the next checkpoint raises this error instead.
+        completed. With several ranks, the next checkpoint raises this error instead. Raises LaneStuckError if a part of
+        the update takes longer than `watchdog_seconds`, and StateLost or NoPathLeft if storage paths fail.
         """
         self._checkpoints.raise_if_failed_alone()
         return self._step_guard.run(self._step, closure)
@@ -198,8 +198,9 @@ class Optimizer(OffloadedOptimizer):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state in torch's format: `step` and the tensors of the update rule of each parameter that was
-        updated. 16-bit weights also have `remainder` (16 bits that complete them to fp32) or `master` (fp32).
+        """Returns the state in torch's format: `step` (a scalar) and the tensors of the update rule (fp32) of each
+        parameter that was updated. 16-bit weights also have `remainder` (int16, bits that complete bf16 to fp32) or
+        `master` (fp32). All but `step` have the shape of the parameter.
 
         If steps were skipped, so that the number of steps is larger than every `step`, the additional key `num_steps`
         holds it.
@@ -270,21 +271,17 @@ class Optimizer(OffloadedOptimizer):
     # ---- checkpoints
 
     def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int = 1,
-        save_also: Callable[[Path], object] | None = None,
+        self, directory: str | os.PathLike[str], *, keep: int = 1, save_also: Callable[[Path], object] | None = None
     ) -> Checkpoint:
         """Writes the checkpoint `directory/step-<n>` without gathering the state in memory. All ranks must call this,
         with a directory that all of them can access.
 
-        keep: number of complete checkpoints that are kept, the newest ones.
+        keep: number of complete checkpoints that are kept, the newest ones; at least 1 (count; default 1).
         save_also: function that is called with the folder of this rank's files. Files that it writes there, such as the
             model's weights, become part of the checkpoint, with a checksum of each, and are deleted with it.
-            ConfigError is raised if it writes anything but plain files and directories.
 
-        Raises ConfigError if `directory` is an address such as s3://…; PathFull if there is no space for the checkpoint
+        Raises ConfigError if `directory` is an address such as s3://…, or if `save_also` writes anything but plain
+        files and directories; PathFull if there is no space for the checkpoint
         or for state that is flushed after it; CheckpointTaken if another run or optimizer saves there; CheckpointFailed
         if the checkpoint cannot be written. Older checkpoints are unchanged after an error, and training may continue.
         """
@@ -306,7 +303,7 @@ class Optimizer(OffloadedOptimizer):
         directory, keep: as in `save_checkpoint`.
         save_also: as in `save_checkpoint`; it is called at once, before this method returns.
         memory_bytes: host memory for copies of state that is not on a path, until they are written; None for half of
-            the free host memory. State that does not fit is written at once.
+            the free host memory. State that does not fit is written at once (bytes; default None).
 
         The next checkpoint, `close` and the end of the process wait for this checkpoint. If it cannot be completed,
         `result`, or the next `step`, checkpoint or `close`, raises CheckpointFailed. Raises ConfigError and PathFull
@@ -326,10 +323,10 @@ class Optimizer(OffloadedOptimizer):
         are skipped with a warning; if `step` names such a checkpoint, an error gives the reason. Damage in the data is
         an error, because an older state would not match the weights; `find_sound_checkpoint` finds such damage first.
 
-        Raises NoCheckpoint if there is none; FileDamaged if files of `save_also` have changed; ForeignState or
-        WeightsMismatch for another model, other weights or another number of ranks: nothing is changed then. Raises
-        another `StateFileError` for other damage. If this damage is found in the data, the optimizer is not usable
-        until a complete checkpoint is loaded.
+        Raises ConfigError for an address such as s3://…; NoCheckpoint if there is none; FileDamaged if files of
+        `save_also` have changed; ForeignState or WeightsMismatch for another model, other weights or another number of
+        ranks: nothing is changed then. Raises another `StateFileError` for other damage. If this damage is found in the
+        data, the optimizer is not usable until a complete checkpoint is loaded.
         """
         self.engine.usability.require_loadable()
         self._follow_params()
@@ -360,8 +357,13 @@ class Optimizer(OffloadedOptimizer):
     # ---- param groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group, as in torch; also during training. Raises MemoryBudgetError, with nothing changed, if the
-        additional state does not fit."""
+        """Adds a param group, as in torch; also during training.
+
+        param_group: `params`, of the shapes and dtypes that the constructor takes, and hyperparameters of this group.
+
+        Raises, with nothing changed, MemoryBudgetError if the additional state does not fit, ParameterError for
+        parameters that cannot be optimized, and ConfigError for other values that cannot work.
+        """
         check_group(self.rule, param_group)
         if not hasattr(self, "engine"):
             super().add_param_group(param_group)

@@ -176,14 +176,14 @@ def check(
         if index >= len(params):
             raise ConfigError(
                 f"The state dict has state of parameter {index}, but the model has {len(params)} parameters: it "
-                "belongs to another model."
+                "belongs to another model. Give the state of this one."
             )
         if "step" not in given:
-            raise ConfigError(f"The state of parameter {index} has no step: it was not saved by {rule.name}.")
+            raise ConfigError(f"The state of parameter {index} has no step: give a state that {rule.name} saved.")
         whole_steps(given["step"], f"The state of parameter {index} cannot be loaded: step")
         for name in (tensor.name for tensor in rule.tensors):
             if name not in given:
-                raise ConfigError(f"The state of parameter {index} has no {name}: it was not saved by {rule.name}.")
+                raise ConfigError(f"The state of parameter {index} has no {name}: give a state that {rule.name} saved.")
             if given[name].shape != params[index].shape:
                 raise ConfigError(
                     f"{name} of parameter {index} has shape {tuple(given[name].shape)}, "

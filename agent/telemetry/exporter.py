@@ -123,7 +123,7 @@ class _Server(ThreadingHTTPServer):
         if not self._free_connections.acquire(timeout=CONNECTION_WAIT_SECONDS):
             self._disconnect(self._oldest())
             if not self._free_connections.acquire(timeout=POLL_SECONDS):
-                raise OSError(errno.EAGAIN, "all connections are busy")
+                raise OSError(errno.EAGAIN, "all connections of /metrics are busy")
         try:
             accepted = super().get_request()
         except OSError:

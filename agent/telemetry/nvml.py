@@ -283,7 +283,7 @@ def open_gpu(uuid: str) -> Gpu | None:
     try:
         import pynvml
     except ImportError:
-        log.info("metrics from NVML are absent: nvidia-ml-py is not installed")
+        log.info("metrics from NVML are absent, because nvidia-ml-py is not installed: pip install nvidia-ml-py")
         return None
     try:
         return Gpu(pynvml, uuid)

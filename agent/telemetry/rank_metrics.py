@@ -23,6 +23,7 @@ class RankMetrics:
     port: port of /metrics.
     generation: function that returns the generation of the knobs in force.
     thread_failures: failures so far of the threads that communicate with the daemon; set from outside, between steps.
+    refused: what the daemon refuses now (see `AgentLink.refused`); set from outside, between steps.
     overhead: CPU seconds so far by part: "exporter", "tuner" and "link" (the threads that communicate with the daemon).
         The values of "tuner" and "link" are set from outside, between steps.
     strict: if the port is taken, True raises ConfigError, and False uses a free port instead.
@@ -37,7 +38,7 @@ class RankMetrics:
         port: int,
         strict: bool = True,
     ) -> None:
-        self.thread_failures = 0
+        self.thread_failures, self.refused = 0, ""
         self._generation = generation
         self.overhead = {"tuner": 0.0, "exporter": 0.0, "link": 0.0}
         self._optimizer, self._recorder = optimizer, recorder
@@ -76,8 +77,9 @@ class RankMetrics:
         gpu = self._sampler.figures if self._sampler is not None else GpuFigures()
         capacities = self._recorder.path_capacities
         state = read_current_state(
-            self._optimizer, capacities, self._generation(), self.overhead_seconds, gpu, self.thread_failures
-        )
+            self._optimizer, capacities, self._generation(), self.overhead_seconds, gpu, self.thread_failures,
+            self.refused,
+        )  # fmt: skip
         update_metrics(self._recorder.metrics, state)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.agent.tiers.transfers import PathCounters, Transfer
 from tidegate.knobs.knobs import AUTO, EQ1, KnobValue, device_share, weights_of
-from tidegate.metrics.family import PATH_OPERATIONS
+from tidegate.metrics.family import LINK_REFUSALS, PATH_OPERATIONS
 from tidegate.timeline.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.timeline.timeline import PHASES, PhaseSpan
 
@@ -53,11 +53,13 @@ class CurrentState:
     gpu: GpuFigures = field(default_factory=GpuFigures)
     thread_failures: int = 0
     """Number of failures of the threads that communicate with the daemon."""
+    refused: str = ""
+    """What the daemon refuses now: `token` or `rank`; empty for nothing."""
 
 
 def read_current_state(
     optimizer: Optimizer, capacities: Mapping[str, int], generation: int, overhead: Mapping[str, float],
-    gpu: GpuFigures, thread_failures: int = 0,
+    gpu: GpuFigures, thread_failures: int = 0, refused: str = "",
 ) -> CurrentState:  # fmt: skip
     """Reads the current state; may be called from any thread. `capacities`: capacity of each path in bytes, read once
     at the start."""
@@ -74,6 +76,7 @@ def read_current_state(
         process_io_bytes=_process_io(),
         gpu=gpu,
         thread_failures=thread_failures,
+        refused=refused,
     )
 
 
@@ -113,6 +116,7 @@ def update_metrics(metrics: MetricStore, current: CurrentState) -> None:
         "tidegate_agent_overhead_seconds_total", {(part,): s for part, s in current.overhead_seconds.items()}
     )
     metrics.set_value("tidegate_agent_thread_failures_total", current.thread_failures)
+    metrics.set_series("tidegate_agent_refused", {(what,): float(what == current.refused) for what in LINK_REFUSALS})
     metrics.set_series(
         "tidegate_process_io_bytes_total", {(op,): nbytes for op, nbytes in current.process_io_bytes.items()}
     )

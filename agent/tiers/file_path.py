@@ -44,12 +44,13 @@ class PathSettings:
     directory: an existing directory; state is stored in a folder of the run inside it (path; required).
     threads: blocks read at once, and blocks written at once; at least 1 (count; default 4).
     block_bytes: size of one transfer and of one checksummed block; a multiple of 4096 (bytes; default 1048576).
-    lock_slots: processes of this node that may use the device at once; 0 for no exclusive access (count; default 1).
+    lock_slots: processes of this node that may use the device at once (MLP-Offload, section 3.2); 0 for no exclusive
+        access (count; default 1).
     capacity_bytes: limit for the state stored here; 0 for all free space (bytes; default 0).
     wear_bytes_per_day: bytes written a day beyond which attached runs log a warning, once; 0 for never. For a drive of
         4 TB that is rated for one full write a day: 4_000_000_000_000 (bytes a day; default 0).
 
-    ConfigError for a value of another type or out of these bounds.
+    Raises ConfigError for a value of another type or out of these bounds.
     """
 
     directory: str | os.PathLike[str]
@@ -76,7 +77,7 @@ class PathSettings:
     @property
     def place(self) -> str:
         """Deprecated name of `location`. It will be removed in the next version."""
-        warnings.warn("PathSettings.place is called location now.", DeprecationWarning, stacklevel=2)
+        warnings.warn("PathSettings.place is deprecated: use PathSettings.location.", DeprecationWarning, stacklevel=2)
         return self.location
 
 
@@ -174,7 +175,7 @@ class StoragePath:
             ) from error
         if not direct and not self._warned_buffered:
             self._warned_buffered = True
-            log.warning("path %s: no direct I/O on its file system; the page cache takes host memory", self.name)
+            log.warning("path %s: its file system has no direct I/O, so the page cache takes host memory", self.name)
         return fd
 
     def remove(self, subgroup: int) -> None:

@@ -177,7 +177,7 @@ class ObjectPath:
             self._short_client.delete(keys)
         except RequestFailed as error:
             log.warning(
-                "path %s: %d objects cannot be deleted now, this is tried again at the end of the run: %s",
+                "path %s: %d objects cannot be deleted now; Tidegate tries it again at the end of the run: %s",
                 self.name, len(keys), error,
             )  # fmt: skip
         else:

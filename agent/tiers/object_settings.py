@@ -33,13 +33,14 @@ class ObjectSettings:
     threads: objects read at once, and objects written at once; at least 1 (count; default 8).
     block_bytes: size of one object, one transfer and one checksummed block; a multiple of 4096. Each thread that reads
         needs as much memory (bytes; default 8388608).
-    lock_slots: processes of this node that may use the bucket at once; 0 for no exclusive access (count; default 0).
+    lock_slots: processes of this node that may use the bucket at once (MLP-Offload, section 3.2); 0 for no exclusive
+        access (count; default 0).
     capacity_bytes: limit for the state stored here; 0 for no limit. During a flush a subgroup needs its space twice
         (bytes; default 0).
     timeout_seconds: limit for one request; more than 0 (seconds; default 30.0).
     retry_seconds: for how long a request that failed with a transient error is retried (seconds; default 30.0).
 
-    ConfigError for a value of another type or out of these bounds.
+    Raises ConfigError for a value of another type or out of these bounds.
     """
 
     url: str
@@ -88,7 +89,7 @@ class ObjectSettings:
 
     @property
     def server(self) -> str:
-        """URL of the server in use; "" for Amazon's. ConfigError when an environment variable holds a malformed
+        """URL of the server in use; "" for Amazon's. Raises ConfigError when an environment variable holds a malformed
         address."""
         endpoint = self.endpoint or next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
         if endpoint:

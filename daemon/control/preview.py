@@ -33,7 +33,7 @@ UNUSABLE_REPORT: Final = "No advice: the figures that the ranks reported cannot 
 _MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
 """Exceptions that the model may raise if figures that ranks have reported contradict each other, although each figure
 alone is valid."""
-NO_ROOM: Final = "No prediction: there is no room for it."
+NO_ROOM: Final = "No prediction: the state does not fit with these knobs."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ class PredictionInputs:
         """Why the model cannot predict this run, as a sentence; empty where it can. It can if the run's policy (how its
         plan orders the ops) is `interleaved`."""
         policy = self.hello.policy
-        known = policy == "interleaved"
-        return "" if known else f"No prediction: the model knows the interleaved policy, and this run is {policy}."
+        if policy == "interleaved":
+            return ""
+        return f"No prediction: the model predicts only policy=interleaved, and this run has policy={policy}."
 
     @cached_property
     def predictor(self) -> Predictor:

@@ -79,7 +79,7 @@ class RankStates:
             return False
         if state == "lost":
             rank, silent = member.hello.rank, self._registry.lost_seconds
-            lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} said nothing for {silent:g} s.")
+            lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} sent no message for {silent:g} s.")
             self._store.save(run.name, agents=[self.record(member)], notes=[lost])
             self._events.apply(run, RankLeft(rank, at))
         member.announced = state

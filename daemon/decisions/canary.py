@@ -173,7 +173,7 @@ def _short_of_memory(canary: Canary, after: Sequence[StepOfAllRanks]) -> str:
     now = min((s.free_share for s in after if s.free_share is not None), default=None)
     if before is None or now is None or now >= canary.min_headroom or before < canary.min_headroom:
         return ""
-    return f"{max(now, 0):.1%} of device memory was free at the peak, {canary.min_headroom:.0%} must be"
+    return f"{max(now, 0):.1%} of device memory was free at the peak, at least {canary.min_headroom:.0%} is needed"
 
 
 def _against_prediction(canary: Canary, measured: CanaryMeasure) -> str:

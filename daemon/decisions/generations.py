@@ -222,7 +222,9 @@ def _propose(control: ControlState, event: NewProposal) -> Outcome:
     control = replace(control, newest=number, pending=proposal, deadline=event.deadline)
     decisions += (Decision("proposed", proposal),)
     if event.commit:
-        control, more = _commit(control, proposal, "Start-up settings won: the knobs were reset.", event.at)
+        control, more = _commit(
+            control, proposal, "A rank registered with reset_knobs=True: its settings replace the knobs.", event.at
+        )
     else:
         control, more = _count_votes(control, event.at)
     return control, decisions + more

@@ -6,7 +6,7 @@ import re
 import time
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from tidegate.daemon.control import serializers
@@ -19,14 +19,16 @@ from tidegate.daemon.routes.dependencies import (
     Wait,
 )
 from tidegate.daemon.routes.fast_route import FastRoute
-from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ_OF_ANY_RUN
+from tidegate.daemon.security.middleware import client_address
+from tidegate.daemon.security.refused_agents import RefusedAgentsBook
+from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ, READ_OF_ANY_RUN
 from tidegate.errors import KnobError
 from tidegate.knobs.knobs import Knobs, specs_for
-from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, Vote
+from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, RefusedAgents, Vote
 
 _HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,294}:(?P<port>[0-9]{1,5})")
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
-
+refused_router = APIRouter(tags=["agents"])
 fast_router = APIRouter(prefix="/v1/agents", tags=["agents"], route_class=FastRoute)
 
 
@@ -45,8 +47,10 @@ class DirectiveQuery(WaitQuery):
 
 
 @router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=problem_responses(409))
-async def hello(plane: Plane, who: RequestCaller, message: AgentHello) -> Lease:
+async def hello(plane: Plane, who: RequestCaller, request: Request, message: AgentHello) -> Lease:
     """Registers one rank of a run; the first rank creates the run."""
+    if not who.may_see(message.run):
+        request.app.state.refused_agents.note(client_address(request.scope), "wrong-run")
     who.check_run(message.run)
     if message.protocol != PROTOCOL_VERSION:
         detail = (
@@ -118,3 +122,10 @@ async def vote(
 async def goodbye(plane: Plane, agent: OwnAgent) -> None:
     """Signs the agent off: its rank has finished."""
     await plane.turns.do(plane.goodbye, agent)
+
+
+@refused_router.get("/v1/refused-agents", dependencies=[READ])
+async def refused_agents(request: Request) -> list[RefusedAgents]:
+    """Agents that the daemon has refused in the last 3 minutes, by address and reason: their runs are not shown."""
+    book: RefusedAgentsBook = request.app.state.refused_agents
+    return book.current()

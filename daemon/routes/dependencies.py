@@ -67,7 +67,7 @@ class RequestToken:
     def require_valid(self) -> None:
         """Raises a 401 problem if the token was withdrawn or has expired while the request waited."""
         if not self.is_valid():
-            raise ProblemError(401, "token-ended", "The token was withdrawn or has expired: ask for a new one.")
+            raise ProblemError(401, "token-ended", "The token was revoked or has expired: ask for a new one.")
 
     async def wait(self, notifier: Notifier, seconds: float, who: str) -> None:
         """Waits until `notifier` notifies the caller `who` or the token ends, at most `seconds`."""

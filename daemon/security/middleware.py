@@ -18,15 +18,20 @@ from tidegate.daemon.configuration.settings import Settings
 from tidegate.daemon.problems import RETRY_SECONDS, problem
 from tidegate.daemon.security.connections import Connection
 from tidegate.daemon.security.failure_limiter import FailureLimiter
+from tidegate.daemon.security.refused_agents import RefusedAgentsBook
 from tidegate.daemon.security.scopes import RouteRequirement, RouteRequirements
 from tidegate.daemon.security.tokens import Caller, Tokens, bearer
 from tidegate.daemon.storage.token_table import digest_of
+from tidegate.wire.agent import AgentRefusal
 
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="tidegate"'}
+AGENTS: Final = "/v1/agents"
+"""Beginning of the paths that agents use."""
 REFUSALS = {
+    "no": "A token is needed: send `Authorization: Bearer …`.",
     "wrong": "The daemon does not know this token.",
     "expired": "The token has expired: ask for a new one.",
-    "revoked": "The token was withdrawn: ask for a new one.",
+    "revoked": "The token was revoked: ask for a new one.",
 }
 OPEN_BODY_BYTES: Final = 65_536
 """Largest body of a request that needs no token."""
@@ -54,9 +59,18 @@ class SecurityMiddleware:
     `request.state.caller` is the authenticated caller, or None; `request.state.match` is the request's `RouteMatch`.
     """
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, requirements: RouteRequirements, settings: Settings) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        requirements: RouteRequirements,
+        settings: Settings,
+        refused_agents: RefusedAgentsBook,
+    ) -> None:
         self._app = app
         self._tokens = tokens
+        self._refused_agents = refused_agents
         self._requirements = requirements
         names = [f"[{host}]" if ":" in host else host for host in sorted(settings.hosts)]
         self._trusted_host = TrustedHostMiddleware(_has_own_name, names, www_redirect=False)
@@ -110,7 +124,7 @@ class SecurityMiddleware:
             if not await self._is_own_name(scope, host):
                 return problem(400, "wrong-host", _not_the_daemon(host))
         if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
-            return problem(403, "cross-origin", "The daemon answers no web page of another origin.")
+            return problem(403, "cross-origin", "The daemon does not answer web pages of another origin.")
         return None
 
     async def _is_own_name(self, scope: Scope, host: str) -> bool:
@@ -129,19 +143,23 @@ class SecurityMiddleware:
         self, scope: Scope, requirement: RouteRequirement, header: str
     ) -> tuple[Response | None, Caller | None]:
         token = bearer(header)
-        if not token:
-            # No token was sent, so this is no failed attempt: a person may have opened the address in a browser.
-            return problem(401, "no-token", "A token is needed: send `Authorization: Bearer …`.", CHALLENGE), None
-        caller = self._tokens.check(token)
+        caller = self._tokens.check(token) if token else "no"
         if isinstance(caller, str):
-            return self._refuse(scope, token, 401, f"{caller}-token", REFUSALS[caller]), None
-        if not requirement.grants(caller.scope):
+            status, detail = 401, REFUSALS[caller]
+            reason: AgentRefusal = f"{caller}-token"  # type: ignore[assignment]
+        elif not requirement.grants(caller.scope):
+            status, reason = 403, "wrong-scope"
             what = f"{scope['method']} {scope['path']}"
             detail = f"The token has scope {caller.scope}; {what} needs {requirement.needed}."
-            return self._refuse(scope, token, 403, "wrong-scope", detail), None
-        if not requirement.allows_run(caller):
-            return self._refuse(scope, token, 403, "wrong-run", f"The token opens run {caller.run!r} only."), None
-        return None, caller
+        elif not requirement.allows_run(caller):
+            status, reason, detail = 403, "wrong-run", f"The token is valid for run {caller.run!r} only."
+        else:
+            return None, caller
+        if scope["path"].startswith(AGENTS):
+            self._refused_agents.note(client_address(scope), reason)
+        if not token:  # no failed attempt: a person may have opened the address in a browser
+            return problem(status, reason, detail, CHALLENGE), None
+        return self._refuse(scope, token, status, reason, detail), None
 
     def _refuse(self, scope: Scope, token: str, status: int, type: str, detail: str) -> Response:
         """The response that refuses a request: `status`, but 429 after too many failures. Counts one failure.
@@ -149,7 +167,7 @@ class SecurityMiddleware:
         If the token is invalid, the failure counts for the token and for the client's address. If the token is valid,
         but has the wrong scope or run, it counts for the token only.
         """
-        address = str((scope.get("client") or ("unknown",))[0])
+        address = client_address(scope)
         keys = [f"token {digest_of(token)}", *([f"address {address}"] if status == 401 else [])]
         if wait := self._failures.count(*keys):
             detail = f"Too many refused requests: wait {wait} s."
@@ -176,6 +194,11 @@ class SecurityMiddleware:
             if len(body) > most or message["type"] == "http.disconnect":
                 return None
         return bytes(body)
+
+
+def client_address(scope: Scope) -> str:
+    """The address from which the request came."""
+    return str((scope.get("client") or ("unknown",))[0])
 
 
 async def _has_own_name(scope: Scope, receive: Receive, send: Send) -> None:

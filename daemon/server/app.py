@@ -31,6 +31,7 @@ from tidegate.daemon.routes import (
 from tidegate.daemon.routes.api_description import describe
 from tidegate.daemon.routes.fast_route import FastRouteMiddleware
 from tidegate.daemon.security.middleware import SecurityMiddleware
+from tidegate.daemon.security.refused_agents import RefusedAgentsBook
 from tidegate.daemon.security.scopes import RouteRequirements
 from tidegate.daemon.security.tokens import Tokens, ensure_files, read_files
 from tidegate.daemon.server.metrics import RequestMetricsMiddleware, RunCollector, refused_connections
@@ -79,11 +80,12 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.alerts = book = AlertRegistry(store)
     plane.retention.deleted = book.forget
     app.state.registry = registry = CollectorRegistry()
-    registry.register(RunCollector(plane))
+    app.state.refused_agents = refused_agents = RefusedAgentsBook()
+    registry.register(RunCollector(plane, refused_agents))
     app.state.refused = refused_connections(registry)
     problems.install(app)
     parts = (agents, runs, knobs, audit, alerts, events, service_discovery, health, start_page)
-    served = [agents.fast_router, *(part.router for part in parts)]
+    served = [agents.fast_router, agents.refused_router, *(part.router for part in parts)]
     served += [health.metrics_router] if settings.metrics else []
     for router in served:
         app.include_router(router)
@@ -93,7 +95,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.tokens = tokens = Tokens(store)
     requirements = RouteRequirements(app.state.routes)
     app.add_middleware(FastRouteMiddleware, handlers=app.exception_handlers)
-    app.add_middleware(SecurityMiddleware, tokens=tokens, requirements=requirements, settings=settings)
+    app.add_middleware(
+        SecurityMiddleware, tokens=tokens, requirements=requirements, settings=settings, refused_agents=refused_agents
+    )
     app.add_middleware(RequestMetricsMiddleware, registry=registry)
     return app
 

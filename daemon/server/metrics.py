@@ -1,5 +1,5 @@
-"""The daemon's own metrics: number of ranks by liveness, committed generation of each run, requests and refused
-connections. Liveness and generations are read from the control plane at each scrape."""
+"""The daemon's own metrics: number of ranks by liveness, committed generation of each run, refused agents, requests and
+refused connections. Liveness and generations are read from the control plane at each scrape."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidegate.daemon.control.control_plane import ControlPlane
 from tidegate.daemon.security.connections import WHY
+from tidegate.daemon.security.refused_agents import RefusedAgentsBook
 from tidegate.metrics.catalogue import BY_NAME
-from tidegate.metrics.family import SECONDS_BUCKETS
+from tidegate.metrics.family import AGENT_REFUSALS, SECONDS_BUCKETS
 from tidegate.wire.base import Liveness
 
 STATES: Final[tuple[Liveness, ...]] = get_args(Liveness)
 
 
 class RunCollector(Collector):
-    """Prometheus collector that reads the control plane at each scrape."""
+    """Prometheus collector that reads the control plane, and the refused agents, at each scrape."""
 
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
+    def __init__(self, plane: ControlPlane, refused_agents: RefusedAgentsBook) -> None:
+        self._plane, self._refused_agents = plane, refused_agents
 
     def collect(self) -> Iterator[Metric]:
         agents = GaugeMetricFamily("tidegate_agents", BY_NAME["tidegate_agents"].help, labels=["run", "state"])
@@ -38,8 +39,12 @@ class RunCollector(Collector):
             for state in STATES:
                 agents.add_metric([run.name, state], count[state])
             generations.add_metric([run.name], run.control.committed.number)
-        yield agents
-        yield generations
+        name = "tidegate_refused_agents"
+        refused = GaugeMetricFamily(name, BY_NAME[name].help, labels=["reason"])
+        addresses = Tally(one.reason for one in self._refused_agents.current())
+        for reason in AGENT_REFUSALS:
+            refused.add_metric([reason], addresses[reason])
+        yield from (agents, generations, refused)
 
 
 def refused_connections(registry: CollectorRegistry) -> Counter:

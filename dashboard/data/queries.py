@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cachetools import LRUCache
@@ -43,9 +43,11 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """The runs of the daemon, the run with the latest message first. `problem`: why the list is not up to date."""
+    """The runs of the daemon, the run with the latest message first. `refused`: sentences on agents that the daemon
+    refuses. `problem`: why the list is not up to date."""
 
     runs: tuple[RunView, ...] = ()
+    refused: tuple[str, ...] = ()
     problem: str | None = None
 
 
@@ -58,7 +60,7 @@ _lock = threading.Lock()
 def runs(url: str) -> Runs:
     """The runs; the last known runs if the daemon cannot be reached."""
     reading = _RUNS.get(url)
-    return Runs(runs=reading.value or (), problem=reading.problem)
+    return replace(reading.value or Runs(), problem=reading.problem)
 
 
 def snapshot_reading(url: str, run: str, rank: int) -> Reading[Snapshot]:
@@ -128,8 +130,11 @@ def _process(url: str, run: str, rank: int) -> str:
     return _whose(snapshot.rank) if snapshot else ""
 
 
-def _read_runs(client: DaemonClient, _: object) -> tuple[RunView, ...]:
-    return tuple(sorted(client.runs(), key=lambda run: (-run.last_seen, run.run)))
+def _read_runs(client: DaemonClient, _: object) -> Runs:
+    return Runs(
+        runs=tuple(sorted(client.runs(), key=lambda run: (-run.last_seen, run.run))),
+        refused=tuple(agents.sentence for agents in client.refused_agents()),
+    )
 
 
 def _read_snapshot(client: DaemonClient, key: tuple[str, int]) -> Snapshot:

@@ -105,9 +105,9 @@ def tokens_per_second(steps: Sequence[StepReport]) -> float | None:
 def verdict(run: RunView, figures: StepSummary, now: float) -> str:
     """One sentence on what the run spends its time on, or why that is unknown."""
     if run.liveness == "lost":
-        return f"Lost: no word from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
+        return f"Lost: no message from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
     if run.liveness == "stale":
-        return f"Late: no word from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
+        return f"Late: no message from {_silent(run, 'stale')} for {units.age(now - _last_word(run, 'stale'))}."
     if figures.skipped_lately > MANY_SKIPPED * figures.steps:
         return (
             f"{figures.skipped_lately} of the newest {figures.step_count_text} "

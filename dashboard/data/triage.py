@@ -131,12 +131,12 @@ def _silent(run: RunView, now: float) -> Task:
     silent = [rank for rank in run.ranks if rank.liveness == run.liveness]
     urgency = LOST if run.liveness == "lost" else LATE
     if not silent:
-        return Task(run=run.run, urgency=urgency, sentence="Nothing is heard of it.", page="run")
+        return Task(run=run.run, urgency=urgency, sentence="It sends no messages.", page="run")
     one = min(silent, key=lambda rank: rank.last_seen)
     others = f" and {len(silent) - 1} more ranks" if len(silent) > 1 else ""
     what = "Look at" if run.liveness == "lost" else "Late; if it stays so, look at"
     sentence = (
-        f"{what} process {one.pid} on {one.host}: nothing was heard of rank {one.rank}{others} "
+        f"{what} process {one.pid} on {one.host}: rank {one.rank}{others} sent no message "
         f"for {units.duration(max(0.0, now - one.last_seen))}."
     )
     return Task(run=run.run, urgency=urgency, sentence=sentence, page="run")

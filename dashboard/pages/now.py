@@ -70,10 +70,11 @@ def _filtered(runs: tuple[RunView, ...]) -> list[RunView]:
 
 @refreshed
 def _next(context: PageContext) -> None:
-    """Draws the number of runs by liveness, and the suggested action."""
+    """Draws agents that the daemon refuses, the number of runs by liveness, and the suggested action."""
     found = queries.runs(context.url)
     if not found.runs:
         return
+    states.refused(found)
     st.html(markup.title("Runs", triage.counted(found.runs)))
     if found.problem:
         return

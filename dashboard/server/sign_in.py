@@ -95,7 +95,7 @@ def page(then: str, said: str = "", status: int = 403) -> Response:
     reason = f'<p class="said">{html.escape(said)}</p>' if said else ""
     body = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Tidegate</title>
 <meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><style>{STYLE}</style>
-<h1>Tidegate live view</h1><p>This browser has not been let in yet.</p>{reason}
+<h1>Tidegate live view</h1><p>This browser is not signed in.</p>{reason}
 <h2>With a link</h2>
 <p>Where the live view runs, as the user who started it: <code>tidegate dashboard --link</code> (and its
 <code>--port</code>) prints a link that opens once, within 10 minutes.</p>

@@ -98,7 +98,7 @@ def _made(at: EditState, made: GenerationView, now: KnobsView) -> None:
             at.predicted[made.generation] = (before, after)
     if good:
         at.clear()
-        sentence += " It is on trial: the page shows how far." if made.canary else ""
+        sentence += " It is on trial: this page shows its progress." if made.canary else ""
     else:
         sentence += " Your edit is kept."
     at.base_on(now)

@@ -37,7 +37,7 @@ def _figures(run: RunView, figures: StepSummary, now: float) -> str:
     pace = f"{units.seconds(figures.step_seconds)}/step" if figures.steps else none
     ranks = f"{len(run.ranks)} of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
     device = "emulated" if run.device_kind == "emulated" else "CUDA"
-    details = [f"step {units.integer(run.step)}", ranks, device, f"heard of {units.age(now - run.last_seen)} ago"]
+    details = [f"step {units.integer(run.step)}", ranks, device, f"last message {units.age(now - run.last_seen)} ago"]
     return markup.pace(pace, details, EMULATED if run.device_kind == "emulated" else "")
 
 
@@ -63,7 +63,7 @@ def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
                 "pace": f"{units.seconds(figures.step_seconds)}/step" if figures.steps else units.NONE,
                 "verdict": verdict(run, figures, now),
                 "step": run.step,
-                "heard of": f"{units.age(now - run.last_seen)} ago",
+                "last message": f"{units.age(now - run.last_seen)} ago",
             }
         )
     # The row number of a click refers to the table that was drawn last; the order may have changed since.

@@ -54,7 +54,7 @@ def _details(snapshot: Snapshot, now: float) -> list[str]:
     if run.liveness == "finished":
         lasted = units.age(max(0.0, rank.last_seen - rank.started_at))
         return [*details, f"finished {units.age(now - rank.last_seen)} ago, after {lasted}"]
-    details += [f"in {rank.phase}", f"heard of {units.age(now - rank.last_seen)} ago"]
+    details += [f"in {rank.phase}", f"last message {units.age(now - rank.last_seen)} ago"]
     if snapshot.steps:
         details.append(f"last step ended {units.age(now - snapshot.steps[-1].timestamp)} ago")
     return details

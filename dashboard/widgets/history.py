@@ -17,7 +17,7 @@ from tidegate.dashboard.widgets.trial import STATES, predicted
 from tidegate.wire.knobs import GenerationView
 
 SHOWN: Final = 20
-COLUMNS: Final = ("no.", "state", "change", "when", "by", "reason", "what came of it")
+COLUMNS: Final = ("no.", "state", "change", "when", "by", "reason", "outcome")
 
 
 def history(context: PageContext, snapshot: Snapshot) -> None:

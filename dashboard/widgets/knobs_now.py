@@ -107,7 +107,7 @@ def _applied(view: KnobsView, live: Sequence[RankKnobs]) -> str:
     numbers = sorted({rank.applied_generation for rank in live})
     if len(numbers) == 1:
         return f"all {len(live)} ranks have applied {numbers[0]}" if len(live) > 1 else f"applied: {numbers[0]}"
-    return f"ranks have applied {numbers[0]} to {numbers[-1]}" if numbers else "no rank is there"
+    return f"ranks have applied {numbers[0]} to {numbers[-1]}" if numbers else "no rank is running"
 
 
 def _odd_ranks(view: KnobsView, live: Sequence[RankKnobs]) -> str:

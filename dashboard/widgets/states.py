@@ -5,7 +5,13 @@ from __future__ import annotations
 import streamlit as st
 
 from tidegate.dashboard.data.queries import Runs
-from tidegate.dashboard.style import markup
+from tidegate.dashboard.style import markup, palette
+
+
+def refused(found: Runs) -> None:
+    """Draws a banner for agents that the daemon refuses."""
+    for sentence in found.refused:
+        st.html(markup.banner(sentence, palette.LIVENESS["stale"]))
 
 
 def nothing_yet(url: str, found: Runs) -> None:
@@ -15,7 +21,8 @@ def nothing_yet(url: str, found: Runs) -> None:
         st.html(markup.banner(f"{found.problem} This page connects by itself."))
         st.code("tidegate daemon", language="bash")
         return
-    st.html(markup.head("Tidegate", "live", [url]) + markup.verdict("The daemon is up; no run has said hello yet."))
+    st.html(markup.head("Tidegate", "live", [url]) + markup.verdict("The daemon is up; no run has registered yet."))
+    refused(found)
     st.html(markup.title("Try it", "a small training on an emulated device, no GPU needed"))
     st.code("tidegate demo", language="bash")
     st.html(markup.title("Watch your own training", "after the optimizer is made"))

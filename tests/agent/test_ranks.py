@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import socket
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tidegate
 from tidegate.agent.ranks import Ranks, cpu_lane_threads, local_rank, ranks_of_host, ranks_that_share_host
@@ -150,3 +152,44 @@ def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "first")
     with pytest.raises(ConfigError, match="LOCAL_RANK is 'first', a whole number is needed"):
         local_rank()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Callable[[], None]]:
+    """Makes a process group in which the other rank is not there: collectives do nothing."""
+    yield lambda: torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.distributed.destroy_process_group()
+
+
+def step_of(model: torch.nn.Module, optimizer: tidegate.AdamW) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_built_before_the_process_group_says_so_once(
+    two_ranks: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    with tidegate.AdamW(model.parameters()) as optimizer:
+        two_ranks()
+        step_of(model, optimizer)
+        step_of(model, optimizer)
+    (said,) = (record.getMessage() for record in caplog.records if getattr(record, "event", "") == "built_before_ranks")
+    assert "built before torch.distributed.init_process_group, for 1 rank, and now there are 2 ranks" in said
+    assert said.endswith("Build the optimizer after init_process_group.")
+
+
+def test_with_storage_paths_it_is_refused_before_a_weight_changes(
+    two_ranks: Callable[[], None], tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    with tidegate.AdamW(model.parameters(), offload=tidegate.Offload(paths={"nvme": tmp_path})) as optimizer:
+        two_ranks()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="Build the optimizer after init_process_group"):
+                step_of(model, optimizer)
+        assert torch.equal(model.weight, before)
+        assert optimizer.num_steps == 0
+    with tidegate.AdamW(model.parameters(), offload=tidegate.Offload(paths={"nvme": tmp_path})) as optimizer:
+        step_of(model, optimizer)

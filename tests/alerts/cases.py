@@ -509,6 +509,19 @@ CASES: Final[tuple[Case, ...]] = (
         series={'tidegate_agents{state="live"}': "2x20 1x400", 'tidegate_agents{state="lost"}': "0x20 1x400"},
     ),
     Case(
+        alert="TidegateAgentRefused",
+        why="two hosts have a token that the daemon does not know",
+        series={'tidegate_refused_agents{reason="wrong-token"}': "0x20 2x400"},
+        labels={"reason": "wrong-token"},
+        summary="Hosts with agents that the daemon refuses (wrong-token): 2",
+    ),
+    Case(
+        alert="TidegateAgentRefused",
+        why="a job was started with a wrong token, and again with the right one",
+        series={'tidegate_refused_agents{reason="no-token"}': "0x20 1x4 0x400"},
+        at="6m",
+    ),
+    Case(
         alert="TidegateDaemonDown",
         why="its target does not answer",
         series={'up{job="tidegate-daemon"}': "1x20 0x400", "tidegate_agents": "_x400"},

@@ -187,6 +187,15 @@ def test_status(daemon: Daemon) -> None:
     assert json.loads(run(daemon, "status", "--run", "llama-7b", "--json")[1])[0] == row
 
 
+def test_status_names_agents_that_are_refused(daemon: Daemon) -> None:
+    said = "Agents at 127.0.0.1 are refused, because they send no token"
+    assert said not in run(daemon, "status")[1]
+    daemon.http("POST", "/v1/agents", None)
+    assert said in run(daemon, "status")[1]
+    Agent(daemon, "llama-7b").train(1, update_seconds=1.5)
+    assert said in run(daemon, "status")[1]
+
+
 def test_runs_that_ended_are_folded_away_and_the_newest_comes_first(daemon: Daemon) -> None:
     for number in range(5):
         agent = Agent(daemon, f"ended-{number}").begin()

@@ -38,7 +38,7 @@ PATHS = {
         ("paths divided by hand", figures({"nvme:read": 0.3}, **PATHS), EffectiveKnobs(2.0, 0.0, (("nvme", 3.0),)),
          "set tier_split to auto: some paths are done long before others"),
         ("another process", figures({"lock": 0.3}, **PATHS), TWO, "raise host_cache: other processes"),
-        ("another rank", figures({"collective": 0.3}), TWO, "it is not this rank that holds the update up"),
+        ("another rank", figures({"collective": 0.3}), TWO, "another rank holds the update up"),
         ("the agent", figures({"dispatch": 0.3}), TWO, "it waited 30% of it for dispatch"),
         ("nothing", figures({"h2d": 0.01}), EffectiveKnobs(4.0, 0.0),
          "hardly anything held it up, and the device updated 25% of the parameters; lower stride (4.0 now)"),

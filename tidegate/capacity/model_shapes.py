@@ -84,8 +84,8 @@ class ModelShape:
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    """The shape of a GPT model as in the papers Deep Optimizer States and MLP-Offload: the inner layers have four times
-    the hidden width, and the vocabulary is that of Llama 2."""
+    """The shape of a GPT model of the papers (Deep Optimizer States, Table 2; MLP-Offload, Table 2): the inner layers
+    have four times the hidden width, and the vocabulary is that of Llama 2."""
     return ModelShape(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, vocab=_LLAMA_VOCAB,
         tied=True,

@@ -18,8 +18,8 @@ from tidegate.plan.ops import path_lanes
 from tidegate.tuner.search import equation_stride
 
 STRIDES: Final[tuple[float, ...]] = (8, 4, 3, 2, 1.5, 1.25, 1)
-"""Strides that the planner tries in this order. It tries `off` before them, and the stride of Eq. 1 of the paper Deep
-Optimizer States after them."""
+"""Strides that the planner tries in this order. It tries `off` before them, and the stride of Eq. 1 of Deep Optimizer
+States after them."""
 WORTHWHILE_FACTOR: Final = 0.97
 """Limit for choices that use more of the GPU or need a change of the training script: such a choice is accepted only
 if its update takes less than this fraction of the shortest update so far."""
@@ -239,7 +239,7 @@ def _assumptions(plan: CapacityPlan) -> Iterator[str]:
             else "."
         )
     )
-    cpu = "an update on the CPU is as fast as that lets it be" if machine.cpu_params_per_second is None else (
+    cpu = "this limits an update on the CPU" if machine.cpu_params_per_second is None else (
         f"an update on the CPU does {machine.cpu_params_per_second / 1e9:.2f} G parameters/s"
     )  # fmt: skip
     yield f"Host memory moves {machine.host_bytes_per_second / 1e9:,.0f} GB/s on each node, for everything; {cpu}."

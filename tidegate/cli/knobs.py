@@ -23,7 +23,7 @@ from tidegate.wire.prediction import Advice
 APPLY_SECONDS: Final = 2.0
 """Longest time in seconds for which a command waits until all ranks have applied the agreed knobs. Ranks apply knobs
 between two steps."""
-app = typer.Typer(help="Read and turn the knobs of a run.", no_args_is_help=True)
+app = typer.Typer(help="Show and change the knobs of a run.", no_args_is_help=True)
 
 
 @app.command("get")
@@ -47,15 +47,18 @@ def change(
     canary: Annotated[
         int | None,
         typer.Option(
-            help="Compare so many steps with those before, and go back if they are slower.",
+            help="Compare this number of steps with those before; restore the knobs if they are slower.",
             min=5,
             max=MAX_CANARY_STEPS,
         ),
     ] = None,
     min_effect: Annotated[
-        float | None, typer.Option(help="Share of a step's time that counts; 0.05 if not told.", min=0.001, max=1)
+        float | None,
+        typer.Option(help="Smallest change that counts, as a share of a step's time; default: 0.05.", min=0.001, max=1),
     ] = None,
-    generation: Annotated[int | None, typer.Option(help="Only if this still is the newest generation.")] = None,
+    generation: Annotated[
+        int | None, typer.Option(help="Change nothing unless this is still the newest generation.")
+    ] = None,
     wait: Wait = 10.0,
     url: Daemon = None,
     as_json: Json = False,

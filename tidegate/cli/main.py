@@ -26,7 +26,7 @@ from tidegate.terminal import confirm, say
 
 app = typer.Typer(
     name="tidegate",
-    help="Moves optimizer state between GPU, host and storage at the right moment, and shows where it went.",
+    help="Offloads optimizer state, shows its transfers, and changes its knobs while training runs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -59,25 +59,28 @@ def main() -> NoReturn:
 def daemon(
     bind: Annotated[str, typer.Option(help="Address to listen on.", callback=utf8)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65_535)] = 8790,
-    state: Annotated[Path | None, typer.Option("--state-dir", help="Where tokens and the database live.")] = None,
+    state: Annotated[Path | None, typer.Option("--state-dir", help="Folder of the tokens and the database.")] = None,
     tokens: Annotated[
-        Path | None, typer.Option("--token-dir", help="Holds SCOPE.token for every scope; not written.")
+        Path | None, typer.Option("--token-dir", help="Folder with SCOPE.token for every scope; read only.")
     ] = None,
     database_url: Annotated[
         str | None, typer.Option(help="Any SQLAlchemy URL; default: SQLite.", callback=utf8)
     ] = None,
     advertise: Annotated[
-        str | None, typer.Option("--advertise-address", help="Its name on other machines.", callback=utf8)
+        str | None,
+        typer.Option("--advertise-address", help="Name or address that other machines use for it.", callback=utf8),
     ] = None,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="One more Host header to accept.", callback=utf8)
+        list[str] | None, typer.Option(help="One more host name that requests may name; repeat it.", callback=utf8)
     ] = None,
     metrics: Annotated[bool, typer.Option(help="Serve /metrics.")] = True,
-    log_format: Annotated[LogFormat, typer.Option(help="Form of the log on stderr.", envvar=VARIABLE)] = LogFormat.TEXT,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Format of the log on stderr.", envvar=VARIABLE)
+    ] = LogFormat.TEXT,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file: speak HTTPS with this certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key, if not in the same file.")] = None,
     keep_reports: Annotated[
-        str, typer.Option(help="How long reported steps are kept and shown, as in 12h; the last of a rank stays.")
+        str, typer.Option(help="How long reported steps are kept, as in 12h; the newest of each rank stays.")
     ] = "7d",
     keep_runs: Annotated[str, typer.Option(help="How long runs are kept after their end, as in 30d.")] = "30d",
 ) -> None:
@@ -117,10 +120,10 @@ def dashboard(
         bool, typer.Option("--link", help="Print a link that opens, once, the live view that runs at --port.")
     ] = False,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="One more name that the live view has.", callback=utf8)
+        list[str] | None, typer.Option(help="One more host name of the live view; repeat it.", callback=utf8)
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Let whoever reaches the address look, without a link or a token.")
+        bool, typer.Option("--public", help="Show it to anybody who reaches the address, without link or token.")
     ] = False,
     url: Daemon = None,
 ) -> None:
@@ -189,11 +192,11 @@ def doctor(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before removing.")] = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Try driver, context, pinned memory, Triton, copies and NVML, alone.")
+        bool, typer.Option("--gpu", help="Test only the GPU: driver, context, pinned memory, Triton, copies, NVML.")
     ] = False,
     state: Annotated[
         Path | None,
-        typer.Option("--state", help="A daemon's state directory: what cannot be read is moved away."),
+        typer.Option("--state", help="A daemon's state directory: rows that cannot be read are moved away."),
     ] = None,
     url: Daemon = None,
     as_json: Json = False,

@@ -47,7 +47,9 @@ def plan(
     rates: Annotated[
         Path | None, typer.Option(help="JSON that `tidegate calibrate --json` printed: speeds of links and cores.")
     ] = None,
-    advice: Annotated[bool, typer.Option(help="Look for what would help most; takes most of the time.")] = True,
+    advice: Annotated[
+        bool, typer.Option(help="Also simulate changes, and list those that help most: takes longest.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Plan a training: does it fit, where will state live, how long is an iteration, what to change or to buy."""

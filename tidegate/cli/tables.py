@@ -24,7 +24,10 @@ ENDED_SHOWN: Final = 3
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
-def print_runs(runs: Sequence[RunView], everything: bool = False) -> None:
+def print_runs(runs: Sequence[RunView], refused: Sequence[str] = (), everything: bool = False) -> None:
+    """Prints the runs. refused: sentences on agents that the daemon refuses."""
+    for sentence in refused:
+        say(sentence)
     if not runs:
         say("No runs yet: train with tidegate.attach(optimizer, model, run=…), or try `tidegate demo`.")
         return

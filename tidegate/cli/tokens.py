@@ -25,7 +25,7 @@ from tidegate.wire.base import RunName
 if TYPE_CHECKING:
     from tidegate.daemon.storage.token_table import StoredToken, TokenTable
 
-app = typer.Typer(help="Make, list and withdraw the tokens of a daemon.", no_args_is_help=True)
+app = typer.Typer(help="Make, list and revoke the tokens of a daemon.", no_args_is_help=True)
 
 State = Annotated[Path | None, typer.Option("--state-dir", help="State directory of the daemon.")]
 Database = Annotated[
@@ -36,9 +36,9 @@ Database = Annotated[
 @app.command()
 def create(
     scope: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCOPES)}.")],
-    name: Annotated[str | None, typer.Option(help="Whose it is, for the audit log.", callback=utf8)] = None,
-    run: Annotated[str | None, typer.Option(help="The only run that it opens.", callback=utf8)] = None,
-    expires: Annotated[str | None, typer.Option(help="How long it opens anything, as in 12h or 30d.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of its owner, for the audit log.", callback=utf8)] = None,
+    run: Annotated[str | None, typer.Option(help="The only run for which it is valid.", callback=utf8)] = None,
+    expires: Annotated[str | None, typer.Option(help="How long it is valid, as in 12h or 30d.")] = None,
     state: State = None,
     database_url: Database = None,
 ) -> None:
@@ -79,14 +79,14 @@ def revoke(
     database_url: Database = None,
 ) -> None:
     """Revoke a token permanently. A running daemon refuses it within two seconds."""
-    with _tokens(state, database_url, "Nothing was withdrawn, the token stays valid") as tokens:
+    with _tokens(state, database_url, "Nothing was revoked, the token stays valid") as tokens:
         revoked = tokens.revoke(id, actor())
     if revoked is None:
         raise TidegateError(
             f"No token, or more than one, has an id that begins with {id!r}: nothing was revoked. See "
             "`tidegate token list`."
         )
-    say(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) opens nothing any more.")
+    say(f"Token {revoked.id} ({revoked.scope}, {revoked.name}) is revoked.")
 
 
 @contextmanager

@@ -65,8 +65,10 @@ def training_command(*, view: bool) -> Callable[..., None]:
         run: Annotated[
             str | None, typer.Option(help="Name of the run; default: made from the time.", callback=utf8)
         ] = None,
-        seconds: Annotated[float, typer.Option(help="Stop after so many; 0: no limit.", min=0)] = _DEFAULT.seconds,
-        headless: Annotated[bool | None, typer.Option(help="Do not wait at the end; default: as the terminal.")] = None,
+        seconds: Annotated[float, typer.Option(help="Stop after this time; 0: no limit.", min=0)] = _DEFAULT.seconds,
+        headless: Annotated[
+            bool | None, typer.Option(help="Exit at the end; else serve until Ctrl-C. Default: where no terminal.")
+        ] = None,
         port: Annotated[int, typer.Option(help="Port of the daemon.", min=1, max=65_535)] = _DEFAULT.port,
         dashboard_port: Annotated[int, typer.Option(help="Port of the live view.", min=1, max=65_535)] = (
             _DEFAULT.dashboard_port
@@ -105,7 +107,7 @@ def training_command(*, view: bool) -> Callable[..., None]:
             str | None, typer.Option(help="This machine's name for Prometheus.", callback=utf8)
         ] = None,
         log_format: Annotated[
-            LogFormat | None, typer.Option(help="Log every event to stderr in this form; default: warnings alone.")
+            LogFormat | None, typer.Option(help="Log all events to stderr in this format; default: only warnings.")
         ] = None,
     ) -> None:
         if log_format is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import typer
+from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 
 from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first, output
 from tidegate.cli.tables import console, default_runs, print_runs, runs_table, shown
@@ -29,35 +29,36 @@ event."""
 
 def status(
     run: RunOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every 2 s, until Ctrl-C.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show runs that ended, too.")] = False,
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Show the runs, newest first, with their ranks and the last step of each rank."""
+    """Show the runs, newest first, with their ranks and the last step of each rank, and agents that are refused."""
+    if watch and as_json:
+        raise ConfigError(
+            "--watch cannot be combined with --json: for a stream of JSON use `tidegate events --follow --json`."
+        )
     with client_for("read", url) as client:
 
         def fetch() -> list[RunView]:
             return [client.run(run)] if run else newest_first(client.runs())
 
-        if not watch:
-            runs = fetch()
-        elif as_json:
-            raise ConfigError(
-                "--watch cannot be combined with --json: for a stream of JSON use `tidegate events --follow --json`."
-            )
+        def refused() -> list[str]:
+            return [agents.sentence for agents in client.refused_agents()]
+
+        if watch:
+            _watch(fetch, refused, everything)
         else:
-            _watch(fetch, everything)
-            return
-    output(runs, as_json, lambda found: print_runs(found, everything))
+            output(fetch(), as_json, lambda found: print_runs(found, refused(), everything))
 
 
 def events(
     run: RunOption = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")] = False,
-    after: Annotated[int, typer.Option(help="Only those after this id.", min=0)] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events, too, until Ctrl-C.")] = False,
+    after: Annotated[int, typer.Option(help="Only events after this id.", min=0)] = 0,
     url: Daemon = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each event.")] = False,
 ) -> None:
     """Print the events of a run: generations, canaries, ranks that joined or left. With --json, also the reports of the
     ranks."""
@@ -144,12 +145,12 @@ def sentence(event: Event, printed: PrintedStates) -> str:
     return ". ".join(word.rstrip(".") for word in words)
 
 
-def _watch(fetch: Callable[[], list[RunView]], everything: bool) -> None:
-    """Shows the table of runs, and updates it every PAUSE_SECONDS until Ctrl-C."""
+def _watch(fetch: Callable[[], list[RunView]], refused: Callable[[], list[str]], everything: bool) -> None:
+    """Shows the table of runs with sentences on refused agents, and updates it every PAUSE_SECONDS until Ctrl-C."""
 
-    def shown() -> Table:
+    def shown() -> Group:
         runs = fetch()
-        return runs_table(runs if everything else default_runs(runs))
+        return Group(runs_table(runs if everything else default_runs(runs)), *map(visible, refused()))
 
     try:
         with Live(shown(), console=console, auto_refresh=False) as live:

@@ -13,9 +13,9 @@ from tidegate.client.answers import CompleteAnswer, event_lines, not_a_daemon, p
 from tidegate.client.http_client import HTTP_ERRORS
 from tidegate.client.streams import within
 from tidegate.client.transport import Query, Transport, path_of
-from tidegate.errors import DaemonError
+from tidegate.errors import DaemonError, NotAuthorized, NotFound
 from tidegate.knobs.knobs import KnobValue
-from tidegate.wire.agent import AgentHello, AgentReport, Directive, Lease, Rates, Vote
+from tidegate.wire.agent import AgentHello, AgentReport, Directive, Lease, Rates, RefusedAgents, Vote
 from tidegate.wire.alert import AlertView
 from tidegate.wire.audit import AuditRow
 from tidegate.wire.canary import CanaryRequest, Rollback
@@ -128,6 +128,13 @@ class DaemonClient:
     def runs(self) -> list[RunView]:
         """All runs to which the token gives access, newest first."""
         return self._transport.ask(list[RunView], "GET", path_of("runs"))
+
+    def refused_agents(self) -> list[RefusedAgents]:
+        """Agents that the daemon refuses. Empty with a token for one run, and from a daemon of the version before."""
+        try:
+            return self._transport.ask(list[RefusedAgents], "GET", path_of("refused-agents"))
+        except (NotAuthorized, NotFound):
+            return []
 
     def run(self, run: str) -> RunView:
         return self._transport.ask(RunView, "GET", path_of("runs", run))

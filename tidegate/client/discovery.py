@@ -45,13 +45,15 @@ def _expanded(path: str) -> Path:
 
 def find_token(scope: Scope) -> str | None:
     """The token for `scope`: TIDEGATE_<SCOPE>_TOKEN, else TIDEGATE_TOKEN, else the file `<scope>.token` in
-    `token_dir()`; None if there is none. Where `read.token` is missing, the token of `operate` or `agent` is used.
+    `token_dir()`; None if there is none. For `read`, TIDEGATE_OPERATE_TOKEN comes before the files, and where
+    `read.token` is missing, the file of `operate` or `agent` is used.
 
     A token from the state directory is a `FromState`: a client sends it only after the server has proved that it is the
     daemon of that directory. NotAuthorized for a token file that is not UTF-8; ConfigError for an invalid directory
     name.
     """
-    for name in (f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"):
+    variables = [f"TIDEGATE_{scope.upper()}_TOKEN", "TIDEGATE_TOKEN"]
+    for name in [*variables, "TIDEGATE_OPERATE_TOKEN"] if scope == "read" else variables:
         if given := os.environ.get(name, "").strip():
             return given
     names = ("read", "operate", "agent") if scope == "read" else (scope,)

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tidegate.metrics.family import (
+    AGENT_REFUSALS,
     CAUSES,
     CONTENTS,
     DIRECTIONS,
     HOST_MEMORY_KINDS,
     KNOB_STATES,
     KNOBS,
+    LINK_REFUSALS,
     OPERATION_BUCKETS,
     PARTS,
     PATH,
@@ -39,7 +41,7 @@ _LANE: Labels = {"path": (PATH,), "operation": PATH_OPERATIONS}
 _PCIE: Labels = {"direction": DIRECTIONS, "source": PCIE_SOURCES}
 _PREDICTED = {"phase": ("forward", "backward", "update")}
 _RULES = "For alert rules."
-_CROSS_CHECK = "A second opinion on counted bytes, for Prometheus."
+_CROSS_CHECK = "A second measurement of the counted bytes, for Prometheus."
 
 
 def _metric(kind: Any, name: str, unit: str, labels: Labels, help: str, **more: Any) -> Metric:
@@ -95,8 +97,7 @@ _LINKS: Final = (
     ),
     _gauge(
         "link_ceiling_bytes_per_second", "bytes/s", _DIRECTION,
-        "The highest mean speed of copies in any step of this run that copied at least 1 MiB: what the link is known "
-        "to do.",
+        "The highest mean speed of copies in any step of this run that copied at least 1 MiB.",
         unseen="For alerts on a saturated link; the live view compares with the fastest of the steps that it shows.",
     ),
 )  # fmt: skip
@@ -154,7 +155,7 @@ _PATHS: Final = (
         unseen=_RULES, needs="paths",
     ),
     _gauge(
-        "path_ceiling_bytes_per_second", "bytes/s", _LANE, "What a storage path could do alone when the run began.",
+        "path_ceiling_bytes_per_second", "bytes/s", _LANE, "Speed of a path alone, measured when the run began.",
         screen="Storage paths", needs="paths",
     ),
     _gauge(
@@ -249,12 +250,17 @@ _CONTROL: Final = (
         screen="Header",
     ),
     _counter(
-        "agent_overhead_seconds", "seconds", {"part": PARTS}, "CPU time that watching costs.",
-        unseen="It is of interest over hours; `bench/overhead.py` measures it.",
+        "agent_overhead_seconds", "seconds", {"part": PARTS}, "CPU time that telemetry takes.",
+        unseen="It matters over hours; `bench/overhead.py` measures it.",
     ),
     _counter(
         "agent_thread_failures", "1", {}, "Failures of threads that speak with the daemon; each thread begins again.",
         unseen="The log has what failed.",
+    ),
+    _gauge(
+        "agent_refused", "1", {"reason": LINK_REFUSALS},
+        "1 while the daemon refuses this process, for its token or because another agent holds the rank; else 0.",
+        unseen="The daemon cannot show what it refuses. The log has the reason.",
     ),
 )  # fmt: skip
 
@@ -268,6 +274,10 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge(
         "desired_generation", "1", {}, "Newest committed generation of the run.", screen="Knobs", owner="daemon"
+    ),
+    _gauge(
+        "refused_agents", "1", {"reason": AGENT_REFUSALS},
+        "Addresses from which agents were refused in the last 3 minutes.", screen="Header", owner="daemon",
     ),
     _counter(
         "requests", "requests", {}, "HTTP requests by route template, method and status class.",

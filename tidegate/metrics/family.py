@@ -37,6 +37,8 @@ only value, runs without storage paths do not export the family."""
 PATH_OPERATIONS: Final = ("read", "write")
 RESIDENCES: Final = ("host", "device", PATH)
 CAUSES: Final = (*STALL_CAUSES, *path_lanes(PATH))
+AGENT_REFUSALS: Final = ("no-token", "wrong-token", "expired-token", "revoked-token", "wrong-scope", "wrong-run")
+LINK_REFUSALS: Final = ("rank", "token")
 REFUSALS: Final = ("deadline", "evicted", "too-large", "invalid", "full", "descriptors")
 KNOBS: Final = ("device_share", "static_ratio", "host_cache_bytes", "alternate_order")
 KNOB_STATES: Final = ("desired", "effective")

@@ -41,9 +41,9 @@ def make_plan(
     subgroup id. `step_at`: expected earliest time of the call of `step()`, in seconds after the first gradient (fetches
     and copies of gradients can run before it); like `rates`, it is used only to order ops that share a lane.
 
-    Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States; with paths,
-    MLP-Offload); `sequential` has the same ops, one at a time; `twinflow` updates the residents first and then
-    everything else on the CPU, one op at a time (DeepSpeed's TwinFlow).
+    Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States,
+    Algorithm 1; with paths, MLP-Offload, Algorithm 1); `sequential` has the same ops, one at a time; `twinflow` updates
+    the residents first and then everything else on the CPU, one op at a time (DeepSpeed's TwinFlow).
 
     PlanError if no plan is possible with these arguments.
     """

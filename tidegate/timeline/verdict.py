@@ -88,7 +88,7 @@ REMEDIES: Final = (
            lambda _, knobs: knobs.static_ratio < 1),
     Remedy("path", "tier_split", "set tier_split to auto: some paths are done long before others",
            lambda figures, knobs: knobs.tier_split is not None and figures.paths_uneven),
-    Remedy("path", "host_cache", "raise host_cache, or add a path: storage sets the pace"),
+    Remedy("path", "host_cache", "raise host_cache, or add a path: storage is the slowest part"),
     Remedy("lock", "host_cache", "raise host_cache: other processes of the node use the path, too"),
     # Busy times of the processors are not known: stride and the use of the link tell which of them has too much to do.
     Remedy("compute", "stride", "raise stride: the CPU has nothing to update",
@@ -96,7 +96,7 @@ REMEDIES: Final = (
     Remedy("compute", "stride", "lower stride ({knobs.stride} now): the link has room for more updates on the device",
            lambda figures, knobs: device_share(knobs.stride) < 1 and bool(figures.updated.get("cpu"))
            and not figures.link_full),
-    Remedy("collective", NO_KNOB, "it is not this rank that holds the update up"),
+    Remedy("collective", NO_KNOB, "another rank holds the update up"),
     Remedy("device memory", "static_ratio", "lower static_ratio: state that moves to the host leaves room"),
     Remedy("gradients copied again", NO_KNOB,
            "{figures.recopied:.0%} of the gradients were copied again, because something changed them in place after "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -195,3 +196,32 @@ class Lease(Message):
     report_seconds: Seconds | None = None
     """Requested seconds between reports while a canary (a change of knobs on trial) has no verdict; None: the rank
     decides."""
+
+
+AgentRefusal = Literal["no-token", "wrong-token", "expired-token", "revoked-token", "wrong-scope", "wrong-run"]
+"""Why the daemon refuses an agent: the type of the problem in its answer."""
+
+_WHY_REFUSED: Final[Mapping[AgentRefusal, str]] = {
+    "no-token": "they send no token",
+    "wrong-token": "the daemon does not know their token",
+    "expired-token": "their token has expired",
+    "revoked-token": "their token was revoked",
+    "wrong-scope": "their token is no agent token",
+    "wrong-run": "their token is for another run",
+}
+
+
+class RefusedAgents(Message):
+    """Agents at one address that the daemon refuses for one reason."""
+
+    address: Label
+    reason: AgentRefusal
+    since: float
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"Agents at {self.address} are refused, because {_WHY_REFUSED[self.reason]}: their runs are not shown. "
+            "Start these jobs with a valid agent token: TIDEGATE_AGENT_TOKEN, or agent.token of the daemon's state "
+            "directory."
+        )

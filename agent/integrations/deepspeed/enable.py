@@ -39,7 +39,7 @@ _replaced: dict[Callable[..., None], Callable[..., None]] = {}
 
 class DeepSpeedIntegration:
     """Handle that keeps Tidegate enabled in DeepSpeed. Made by `enable_deepspeed`; ended by `close()` or a `with`
-    block."""
+    block. While it is open, `deepspeed.initialize` may raise ConfigError (see `enable_deepspeed`)."""
 
     def __init__(self) -> None:
         from deepspeed.runtime.engine import DeepSpeedEngine
@@ -52,7 +52,7 @@ class DeepSpeedIntegration:
         _open_handles.add(self)
 
     def close(self) -> None:
-        """Disables Tidegate: `deepspeed.initialize` then builds DeepSpeed's own optimizer again, even if the
+        """Disables Tidegate in DeepSpeed. `deepspeed.initialize` then builds DeepSpeed's own optimizer, even if the
         configuration has a `"tidegate"` block. If several handles are open, this happens when the last one is closed.
         Existing engines keep their optimizer. Idempotent."""
         from deepspeed.runtime.engine import DeepSpeedEngine

@@ -145,7 +145,7 @@ def _unsupported_settings(engine: Any) -> Iterator[str]:
     yield from _unsupported_offload_of_params(engine, zero.offload_param)
     for name in ("fp16_master_weights_and_gradients", "bf16_master_weights_and_gradients", "bf16_optimizer_states"):
         if getattr(engine, name, bool)():
-            yield f"{name}: Tidegate's state is fp32. Leave it out (with bf16 weights 10 bytes a parameter move)."
+            yield f"{name} is on, and Tidegate's state is fp32: leave it out."
     if engine.mpu is not None and engine.mpu.get_model_parallel_world_size() > 1:
         yield "A model-parallel unit (mpu) is given: Tidegate takes data and sequence parallelism. Leave it out."
     if getattr(engine, "autotp_size", int)() > 1:
@@ -153,7 +153,7 @@ def _unsupported_settings(engine: Any) -> Iterator[str]:
     if getattr(engine, "torch_autocast_enabled", bool)() and engine.torch_autocast_dtype() == torch.float16:
         yield "torch_autocast with float16 scales losses outside of DeepSpeed: use bfloat16, or the fp16 block."
     if getattr(engine, "is_deepcompile_enabled", bool)():
-        yield "compile.deepcompile replaces the hooks that gradients come by: leave it out."
+        yield "compile.deepcompile replaces the hooks through which Tidegate gets gradients: leave it out."
 
 
 def _unsupported_offload_of_params(engine: Any, offload: Any) -> Iterator[str]:
@@ -179,7 +179,7 @@ def unsupported_optimizer(optimizer: Any) -> list[str]:
         ]
     found = []
     if getattr(optimizer, "fp32_optimizer_states", True) is False:
-        found.append("fp32_optimizer_states is false: Tidegate's state is fp32. Leave it out.")
+        found.append("fp32_optimizer_states is false, and Tidegate's state is fp32: leave it out.")
     for i, group in enumerate(optimizer.param_groups):
         for name, wanted in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
             if bool(group.get(name, wanted)) is not wanted:

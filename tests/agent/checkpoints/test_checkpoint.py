@@ -17,6 +17,7 @@ from tests.agent.checkpoints.saving import Run, both, files_of, links, names_in,
 from tidegate.agent.checkpoints import background as draining
 from tidegate.agent.checkpoints import spare_files
 from tidegate.agent.checkpoints.discovery import find_checkpoints
+from tidegate.agent.checkpoints.inspection import inspect
 from tidegate.agent.checkpoints.reader import read_header
 from tidegate.errors import CheckpointFailed, ConfigError, PathFull
 
@@ -124,6 +125,20 @@ def test_an_address_is_refused_and_no_folder_is_made_of_it(
         )
         assert list(tmp_path.iterdir()) == []
         run.steps(1, 2)
+
+
+def test_an_address_is_refused_where_a_directory_is_read() -> None:
+    said = r"directory='s3://bucket/x' is an address, not a directory: give the directory that checkpoints were saved"
+    with Run() as run:
+        finders = (
+            tidegate.find_checkpoints,
+            tidegate.find_damaged_checkpoints,
+            tidegate.find_sound_checkpoint,
+            inspect,
+        )
+        for read in (run.optimizer.load_checkpoint, *finders):
+            with pytest.raises(ConfigError, match=said):
+                read("s3://bucket/x")  # type: ignore[operator]
 
 
 # ---- interrupted

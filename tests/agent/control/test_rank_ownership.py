@@ -338,6 +338,10 @@ def test_nothing_that_others_do_raises_unless_it_is_asked_for(
         ) as attachment:
             second.step()
             assert attachment.metrics_address.rpartition(":")[2] not in ("", str(port))
+            assert 'tidegate_agent_refused{reason="token"} 1.0' in served(attachment)
+            assert 'tidegate_agent_refused{reason="rank"} 0.0' in served(attachment)
+        with daemon.client("read") as client:
+            assert {one.reason for one in client.refused_agents()} == {"wrong-token"}
         warned = {record.event for record in caplog.records if record.levelno == logging.WARNING}  # type: ignore[attr-defined]
         assert warned == {"token_refused", "port_taken"}
 

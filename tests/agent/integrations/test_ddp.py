@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tidegate
 from tests.agent.plain_adamw import PlainAdamW
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, ParameterError
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,9 +65,13 @@ def test_what_is_refused_leaves_the_model_without_a_hook() -> None:
         with pytest.raises(ConfigError, match=r"overlap_ddp\(\) was given an AdamW of torch\.optim"):
             tidegate.overlap_ddp(torch.optim.AdamW(ddp.parameters()), ddp)
     with tidegate.AdamW(ddp.parameters(), offload=tidegate.Offload(gradients="release")) as released:
-        with pytest.raises(ConfigError, match='needs gradients="keep"'):
+        with pytest.raises(ConfigError, match=r'Offload\(gradients="keep"\)'):
             tidegate.overlap_ddp(released, ddp)
         assert not released.gradient_source.collectives
+        with pytest.raises(ConfigError, match=r"DDP.*gradients='keep'"):
+            tidegate.attach(released, ddp, run="released")
+        with pytest.raises(ParameterError, match=r"\(DDP\) and GradScaler need gradients='keep'"):
+            ddp(torch.ones(1, 3)).sum().backward()
     ddp.register_comm_hook(None, allreduce_hook)  # DDP takes one hook: it has none yet
 
 

@@ -137,9 +137,9 @@ def test_grad_scaler_is_refused_where_gradients_are_released() -> None:
     offload = tidegate.Offload(subgroup_numel=50, emulated=FAST, gradients="release")
     with tidegate.AdamW(params, offload=offload) as optimizer:
         scaler.scale((params[0] * 2).sum()).backward()
-        with pytest.raises(ParameterError, match="GradScaler needs gradients='keep'"):
+        with pytest.raises(ParameterError, match="GradScaler need gradients='keep'"):
             scaler.unscale_(optimizer)
-        with pytest.raises(ParameterError, match="GradScaler needs gradients='keep'"):
+        with pytest.raises(ParameterError, match="GradScaler need gradients='keep'"):
             scaler.step(optimizer)
 
 

@@ -281,11 +281,11 @@ def test_a_state_of_before_still_loads(tmp_path: Path) -> None:
 def test_nothing_is_predicted_of_a_policy_that_the_model_does_not_know(daemon: Daemon) -> None:
     run, client = new_run(), daemon.client()
     Agent(daemon, run, paths=PATHS, subgroups=SIZES, policy="twinflow").say(rates=STORED, effective=EFFECTIVE)
-    assert "this run is twinflow" in client.advice(run).sentence
+    assert "this run has policy=twinflow" in client.advice(run).sentence
     assert client.advice(run).changes == {}
     seen = client.preview_knobs(run, {"stride": 3.0})
     assert seen.predicted_update_seconds_after is None
-    assert "this run is twinflow" in seen.no_prediction
+    assert "this run has policy=twinflow" in seen.no_prediction
 
 
 def test_a_retired_path_has_no_part_in_predictions(daemon: Daemon) -> None:
@@ -321,4 +321,7 @@ def test_a_preview_tells_which_path_cannot_hold_its_share(daemon: Daemon) -> Non
     can_hold(nvme=4, pfs=3)
     refused = client.preview_knobs(run, {"tier_split": "nvme:1,pfs:1"})
     assert "12 subgroups do not fit on the paths: nvme takes 4, pfs takes 3, 7 in all." in refused.no_room
-    assert (refused.predicted_after, refused.no_prediction) == (None, "No prediction: there is no room for it.")
+    assert (refused.predicted_after, refused.no_prediction) == (
+        None,
+        "No prediction: the state does not fit with these knobs.",
+    )

@@ -404,6 +404,18 @@ def test_what_reads_finds_a_token_that_can_only_read(daemon: Daemon, monkeypatch
             reader.preview_knobs("nothing", {"stride": 2}, 0)
 
 
+def test_an_operate_token_alone_reads_too(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("READ_TOKEN", "AGENT_TOKEN", "TOKEN", "TOKEN_DIR"):
+        monkeypatch.delenv(f"TIDEGATE_{name}", raising=False)
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("TIDEGATE_OPERATE_TOKEN", daemon.tokens["operate"])
+    with DaemonClient(daemon.url, find_token("read")) as client:
+        client.runs()
+    assert find_token("agent") is None
+    monkeypatch.setenv("TIDEGATE_TOKEN", "for all")
+    assert find_token("read") == "for all"
+
+
 def test_a_state_directory_from_before_gets_its_read_token(tmp_path: Path) -> None:
     with threaded(tmp_path) as daemon:
         first = dict(daemon.tokens)

@@ -401,7 +401,7 @@ def test_commands_on_a_full_disk_say_what_was_not_done_and_what_to_do(tmp_path: 
     full = "The daemon's database cannot be used: its disk is full (SQLite says: database or disk is full)."
     assert created == [1, "", f"tidegate: {full} No token was made: make room on its disk, then try again.\n"]
     assert revoked == [
-        1, "", f"tidegate: {full} Nothing was withdrawn, the token stays valid: make room on its disk, then try "
+        1, "", f"tidegate: {full} Nothing was revoked, the token stays valid: make room on its disk, then try "
         "again.\n",
     ]  # fmt: skip
     assert {token["state"] for token in json.loads(listed[1])} == {"valid"}

@@ -116,8 +116,8 @@ def test_the_verdict_says_what_the_update_waits_for() -> None:
     assert verdict(run_view(), summarize([*STEPS, *skipping]), 100.0).startswith(
         "12 of the newest 20 steps were skipped"
     )
-    assert verdict(run_view("lost"), summarize(STEPS), 142.0) == "Lost: no word from rank 0 for 42 s."
-    assert verdict(run_view("stale"), summarize(STEPS), 105.0) == "Late: no word from rank 0 for 5.0 s."
+    assert verdict(run_view("lost"), summarize(STEPS), 142.0) == "Lost: no message from rank 0 for 42 s."
+    assert verdict(run_view("stale"), summarize(STEPS), 105.0) == "Late: no message from rank 0 for 5.0 s."
     assert verdict(run_view("finished"), summarize(STEPS), 1.0).startswith(
         "Finished after 60 steps: the update took 1.47 s, 42% of the step"
     )

@@ -30,7 +30,7 @@ def test_no_daemon_says_so_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     app = page()
-    assert "no run has said hello yet" in text(app)
+    assert "no run has registered yet" in text(app)
     commands = [code.value for code in app.code]
     assert commands[0] == "tidegate demo"
     assert "tidegate.attach(" in commands[1]
@@ -121,11 +121,11 @@ def test_a_silent_run_is_late_then_lost(tmp_path: Path, monkeypatch: pytest.Monk
             """On a busy machine it may be lost before the page is drawn: then once more."""
             agent.report()
             until(lambda: operator.run("llama-7b").liveness == "stale", "a stale run")
-            return "Late: no word from rank 0 for" in text(page())
+            return "Late: no message from rank 0 for" in text(page())
 
         until(is_shown_late, "a late run on the page", 60)
         until(lambda: operator.run("llama-7b").liveness == "lost", "a lost run")
-        assert "Lost: no word from rank 0 for" in text(page())
+        assert "Lost: no message from rank 0 for" in text(page())
 
 
 def test_a_daemon_that_goes_away_leaves_the_last_figures_and_is_found_again(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html import unescape
 from typing import Any
 
+import httpx
 import pytest
 from streamlit.testing.v1 import AppTest
 
@@ -48,6 +49,7 @@ SHOWN = {
     "prediction_error_ratio": "off by",
     "agents": "live",
     "desired_generation": "generation 0;",
+    "refused_agents": "because they send no token",
 }
 """What to look for, by family without its prefix: the figures of the scripted run."""
 
@@ -82,6 +84,7 @@ def sections(app: AppTest) -> dict[str, str]:
 
 @pytest.fixture
 def shown(daemon: Daemon) -> dict[str, str]:
+    httpx.post(f"{daemon.url}/v1/agents", trust_env=False)  # without a token
     Agent(daemon, paths=("nvme", "pfs"), device_memory_bytes=80_000_000_000).train(25)
     found: defaultdict[str, str] = defaultdict(str)
     for screen in SCREENS:

@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.dashboard import caches
@@ -67,7 +68,7 @@ BLOCKED = CALM.model_copy(update={"stalls": (StallRow(phase="update", cause="col
             run_of("r", "lost", last_seen=NOW - 200),
             (),
             "run",
-            "Look at process 4711 on gpu-1: nothing was heard",
+            "Look at process 4711 on gpu-1: rank 0 sent no message for 3 min 20 s.",
         ),
         (run_of("r", "stale", last_seen=NOW - 12), (), "run", "for 12 s."),
         (run_of("r", step=STALLED), (), "tune", "13 % of each step is spent waiting for h2d."),
@@ -157,7 +158,7 @@ def test_cards_say_how_each_run_is_and_link_to_it(daemon: Daemon) -> None:
     app = page("now")
     shown = text(app)
     assert "Runs 3 live, 1 finished" in shown
-    assert re.search(r"3\.\d\d s/step +step 30 · 1 rank · CUDA · heard of", shown)
+    assert re.search(r"3\.\d\d s/step +step 30 · 1 rank · CUDA · last message", shown)
     assert "of the step; it waited 31% of it for h2d" in shown
     assert "no step yet" in shown
     assert "backward 39 %" in shown
@@ -285,10 +286,18 @@ def test_a_daemon_that_goes_away_leaves_the_cards(tmp_path: Path, monkeypatch: p
 
 def test_no_run_yet_tells_the_two_ways_to_get_one(daemon: Daemon) -> None:
     app = page("now")
-    assert "no run has said hello yet" in text(app)
+    assert "no run has registered yet" in text(app)
     assert app.code[0].value == "tidegate demo"
     Agent(daemon).train(1)
     until(lambda: "llama-7b" in [link.proto.label for link in again(app).get("page_link")], "the first card")
+
+
+def test_agents_that_are_refused_are_named_with_and_without_a_run(daemon: Daemon) -> None:
+    httpx.post(f"{daemon.url}/v1/agents", trust_env=False)
+    said = "Agents at 127.0.0.1 are refused, because they send no token"
+    assert said in text(page("now"))
+    Agent(daemon).train(1)
+    assert said in text(page("now"))
 
 
 def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Daemon) -> None:

@@ -230,7 +230,7 @@ def test_the_link_lets_this_browser_operate_and_nobody_else(
         expect(stranger.get_by_text("was used before, or is older than 10 minutes")).to_be_visible()
         assert "code=" not in second.headers.get("location", "")
         stranger.goto(f"{started.url}/tune")
-        expect(stranger.get_by_text("This browser has not been let in yet")).to_be_visible()
+        expect(stranger.get_by_text("This browser is not signed in")).to_be_visible()
 
         (cookie,) = (one for one in context.cookies() if one["name"].startswith("tidegate"))
         assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")

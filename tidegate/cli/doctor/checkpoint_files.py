@@ -32,7 +32,7 @@ def findings(places: Sequence[str | os.PathLike[str]], found: Sequence[Inspected
 def _finding(found: Inspected) -> Finding:
     what = f"{found.directory}: {found.nbytes / 1e6:,.1f} MB"
     if found.unreadable:
-        return Finding("checkpoint", "bad", f"{what}, cannot be looked at: {found.unreadable}")
+        return Finding("checkpoint", "bad", f"{what}, cannot be read: {found.unreadable}")
     if found.damage is not None:
         remedy = " Remove it with --remove." if found.damage.is_removable else ""
         return Finding("checkpoint", "bad", f"{what}, damaged: {found.damage.reason}{remedy}")
