@@ -1,0 +1,83 @@
+"""Examples that have the same script without Tidegate beside them: few lines differ, and both train alike."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from docs import show_differences
+from tests.services import ROOT
+from tests.test_examples import EXAMPLES, run
+
+PLAIN = EXAMPLES / "plain"
+NAMES = show_differences.names()
+ROW = re.compile(r"^\| \[(\w+\.py)\]\(\1\) \| .* \| (\d+), \[shown\]\(\S+\) \|$", re.MULTILINE)
+
+
+def test_the_page_shows_the_differences() -> None:
+    done = subprocess.run([sys.executable, "-m", "docs.show_differences", "--check"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_than_ten_lines_differ(name: str) -> None:
+    assert 0 < show_differences.changed_lines(name) < 10
+    assert "tidegate" not in (PLAIN / name).read_text().lower()
+
+
+def test_the_readme_of_the_examples_has_the_numbers_of_lines() -> None:
+    named = ROW.findall((EXAMPLES / "README.md").read_text())
+    assert sorted(named) == [(name, str(show_differences.changed_lines(name))) for name in NAMES]
+
+
+def numbers(said: str) -> torch.Tensor:
+    """All losses that a script has printed."""
+    found = [float(number) for number in re.findall(r"loss (\d+\.\d+)", said)]
+    assert found, said
+    return torch.tensor(found)
+
+
+def assert_same_losses(ours: str, plain: str) -> None:
+    """They are printed with four digits: the last one may be rounded to another side."""
+    torch.testing.assert_close(numbers(ours), numbers(plain), rtol=0, atol=1.5e-4)
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert ours.keys() == plain.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(
+            weight, plain[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def nanogpt(folder: Path, script: Path, *options: str) -> tuple[str, dict[str, torch.Tensor]]:
+    said = run(folder, str(script), "--eval-interval=10", "--iters=20", *options)
+    return said, torch.load(folder / "nanogpt" / "ckpt.pt")["model"]
+
+
+@pytest.mark.slow
+def test_nanogpt_trains_alike_and_each_resumes_from_the_other(tmp_path: Path) -> None:
+    scripts = {"ours": EXAMPLES / "nanogpt.py", "plain": PLAIN / "nanogpt.py"}
+    made = {}
+    for first, second in (("ours", "plain"), ("plain", "ours")):
+        folder = tmp_path / first
+        folder.mkdir()
+        begun, _ = nanogpt(folder, scripts[first], "--stop-at=10")
+        assert "step 10: " in begun
+        made[first] = nanogpt(folder, scripts[second], "--resume")
+    assert_same_losses(made["ours"][0], made["plain"][0])
+    assert_same_weights(made["ours"][1], made["plain"][1], 1e-5)
+
+
+@pytest.mark.slow
+def test_nanogpt_on_two_ranks_trains_as_on_one(tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    said = run(tmp_path, *launch, str(EXAMPLES / "nanogpt.py"), "--iters=12", "--eval-interval=6")
+    plain = run(tmp_path, str(PLAIN / "nanogpt.py"), "--iters=12", "--eval-interval=6")
+    assert_same_losses("\n".join(re.findall("^step .*$", said, re.MULTILINE)),
+                       "\n".join(re.findall("^step .*$", plain, re.MULTILINE)))  # fmt: skip
