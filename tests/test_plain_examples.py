@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from docs import show_differences
 from tests.services import ROOT
@@ -81,3 +84,33 @@ def test_nanogpt_on_two_ranks_trains_as_on_one(tmp_path: Path) -> None:
     plain = run(tmp_path, str(PLAIN / "nanogpt.py"), "--iters=12", "--eval-interval=6")
     assert_same_losses("\n".join(re.findall("^step .*$", said, re.MULTILINE)),
                        "\n".join(re.findall("^step .*$", plain, re.MULTILINE)))  # fmt: skip
+
+
+def trained(folder: Path, script: str, kind: str, *options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses that a Trainer has logged, and the adapters that it saved."""
+    folder.mkdir(exist_ok=True)
+    run(folder, str((EXAMPLES if kind == "ours" else PLAIN) / script), "--out=made", *options)
+    newest = max((folder / "made").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    entries = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    assert ("tidegate_verdict" in [*entries[-2], *entries[-1]]) == (kind == "ours")
+    losses = [loss for entry in entries for name, loss in entry.items() if name in ("loss", "eval_loss")]
+    return losses, load_file(folder / "made" / "adapters" / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_lora_with_the_trainer_trains_alike_and_each_resumes_from_the_other(tmp_path: Path) -> None:
+    made = {
+        kind: trained(tmp_path / kind, "trainer_lora.py", kind, "--steps=30") for kind in ("ours", "plain")
+    }  # fmt: skip
+    assert made["ours"][0] == pytest.approx(made["plain"][0], abs=1e-4)
+    assert_same_weights(made["ours"][1], made["plain"][1], 1e-5)
+    assert any("lora_A" in name for name in made["ours"][1])
+    for kind in ("ours", "plain"):
+        for newest in (tmp_path / kind / "made").glob("checkpoint-30"):
+            shutil.rmtree(newest)
+    resumed = {
+        kind: trained(tmp_path / other, "trainer_lora.py", kind, "--steps=30", "--resume")
+        for kind, other in (("ours", "plain"), ("plain", "ours"))
+    }
+    for kind in ("ours", "plain"):
+        assert_same_weights(resumed[kind][1], made[kind][1], 1e-5)
