@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -87,14 +88,15 @@ def test_nanogpt_on_two_ranks_trains_as_on_one(tmp_path: Path) -> None:
 
 
 def trained(folder: Path, script: str, kind: str, *options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses that a Trainer has logged, and the adapters that it saved."""
+    """Losses that a Trainer has logged, and the weights that the script saved."""
     folder.mkdir(exist_ok=True)
     run(folder, str((EXAMPLES if kind == "ours" else PLAIN) / script), "--out=made", *options)
     newest = max((folder / "made").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     entries = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     assert ("tidegate_verdict" in [*entries[-2], *entries[-1]]) == (kind == "ours")
     losses = [loss for entry in entries for name, loss in entry.items() if name in ("loss", "eval_loss")]
-    return losses, load_file(folder / "made" / "adapters" / "adapter_model.safetensors")
+    (weights,) = (folder / "made").glob("[am]*/*model.safetensors")
+    return losses, load_file(weights)
 
 
 @pytest.mark.slow
@@ -114,3 +116,55 @@ def test_lora_with_the_trainer_trains_alike_and_each_resumes_from_the_other(tmp_
     }
     for kind in ("ours", "plain"):
         assert_same_weights(resumed[kind][1], made[kind][1], 1e-5)
+
+
+def lightning(folder: Path, kind: str, *options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses in the logger's file, and the weights of the last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    script = (EXAMPLES if kind == "ours" else PLAIN) / "lightning_module.py"
+    run(folder, str(script), "--out=made", "--steps=20", *options)
+    log = folder / "made" / ("resumed" if "--resume" in options else "begun") / "metrics.csv"
+    rows = list(csv.DictReader(log.read_text().splitlines()))
+    assert ("tidegate_verdict" in rows[0]) == (kind == "ours")
+    losses = [float(row[name]) for row in rows for name in ("train_loss", "val_loss") if row.get(name)]
+    return losses, torch.load(folder / "made" / "checkpoints" / "last.ckpt")["state_dict"]
+
+
+@pytest.mark.slow
+def test_lightning_trains_alike_and_each_resumes_from_the_other(tmp_path: Path) -> None:
+    made = {}
+    for first, second in (("ours", "plain"), ("plain", "ours")):
+        begun = lightning(tmp_path / first, first, "--stop-at=10")
+        made[first] = begun, lightning(tmp_path / first, second, "--resume")
+    for ours, plain in zip(made["ours"], made["plain"], strict=True):
+        assert ours[0] == pytest.approx(plain[0], abs=1e-4)
+        assert_same_weights(ours[1], plain[1], 1e-5)
+
+
+def accelerated(folder: Path, kind: str, *options: str) -> tuple[str, dict[str, torch.Tensor]]:
+    folder.mkdir(exist_ok=True)
+    script = (EXAMPLES if kind == "ours" else PLAIN) / "accelerate_loop.py"
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
+    said = run(folder, *launch, "--mixed_precision=no", "--dynamo_backend=no", str(script), *options)
+    return said, load_file(folder / "accelerate-loop" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_accelerate_trains_alike_and_each_resumes_from_the_other(tmp_path: Path) -> None:
+    made = {}
+    for first, second in (("ours", "plain"), ("plain", "ours")):
+        begun = accelerated(tmp_path / first, first, "--stop-at=10")
+        made[first] = begun, accelerated(tmp_path / first, second, "--resume")
+    for ours, plain in zip(made["ours"], made["plain"], strict=True):
+        assert_same_losses(ours[0], plain[0])
+        assert_same_weights(ours[1], plain[1], 1e-5)
+    assert "step 30: " in made["ours"][1][0]
+
+
+@pytest.mark.slow
+def test_sft_with_trl_trains_alike_and_resumes(tmp_path: Path) -> None:
+    made = {kind: trained(tmp_path / kind, "trl_sft.py", kind) for kind in ("ours", "plain")}
+    assert made["ours"][0] == pytest.approx(made["plain"][0], abs=1e-4)
+    assert_same_weights(made["ours"][1], made["plain"][1], 1e-5)
+    shutil.rmtree(tmp_path / "plain" / "made" / "checkpoint-30")
+    assert_same_weights(trained(tmp_path / "plain", "trl_sft.py", "ours", "--resume")[1], made["ours"][1], 1e-5)
