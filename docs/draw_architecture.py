@@ -13,7 +13,7 @@ from typing import Final
 
 import grimp
 
-from docs.generated import run
+from docs.generated import filled, run
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = ROOT / "docs" / "architecture.md"
@@ -81,13 +81,7 @@ def _label(package: str, room: str) -> str:
 
 def redrawn(page: str) -> str:
     """The page with the drawings as they should be. ValueError where it has no place for one."""
-    for package, drawing in drawings().items():
-        begin, end = f"<!-- drawing of {package}: begin -->\n", f"<!-- drawing of {package}: end -->\n"
-        if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"{PAGE} must have these two lines once each:\n{begin}{end}")
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}{drawing}\n{end}{rest.partition(end)[2]}"
-    return page
+    return filled(page, {f"drawing of {package}": drawing for package, drawing in drawings().items()})
 
 
 def main(arguments: list[str]) -> int:

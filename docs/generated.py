@@ -9,6 +9,21 @@ from pathlib import Path
 USAGE_ERROR = 2
 
 
+def filled(page: str, blocks: Mapping[str, str]) -> str:
+    """The page with each block between its two markers, in place of what is there. ValueError where the page has no
+    place for one.
+
+    blocks: the text of each block by its name; `<!-- NAME: begin -->` and `<!-- NAME: end -->` are its markers.
+    """
+    for name, text in blocks.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise ValueError(f"The page must have these two lines once each:\n{begin}{end}")
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{text}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
 def run(module: str, files: Callable[[], Mapping[Path, str]], arguments: list[str]) -> int:
     """Writes the files whose content has changed; with `--check` only reports them. Returns the exit status: 1 if
     `--check` found a file that is out of date.

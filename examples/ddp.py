@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import tidegate
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-
-import tidegate
 
 MICRO_BATCHES = 4
 

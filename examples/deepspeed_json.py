@@ -8,9 +8,8 @@ import sysconfig
 from pathlib import Path
 
 import deepspeed
-import torch
-
 import tidegate
+import torch
 
 WINDOW = 64
 

@@ -6,11 +6,10 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
 import tidegate
+import torch
 from tidegate.agent.integrations.huggingface import TidegateCallback
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 WINDOW = 64
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 import tidegate
+import torch
 
 
 def main() -> None:

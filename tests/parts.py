@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "dashboard": ("dashboard/**/test_*.py",),
     "integrations": (
         "agent/test_ranks.py", "agent/integrations/**/test_*.py", "conformance/**/test_*.py", "test_examples.py",
+        "test_plain_examples.py",
     ),
     "operation": (
         "alerts/**/test_*.py", "cli/test_cli.py", "cli/doctor/test_gpu.py", "demo/**/test_*.py",
@@ -43,7 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 """File names and patterns below `tests/`."""
 
 LONGEST = (
-    "agent/integrations/deepspeed/test_deepspeed.py", "test_examples.py", "demo/test_demo.py",
+    "agent/integrations/deepspeed/test_deepspeed.py", "test_examples.py", "test_plain_examples.py", "demo/test_demo.py",
     "deployment/test_services.py", "bench/test_gpu.py", "agent/engine/test_exactness.py",
     "agent/tiers/test_faults.py", "test_packaging.py", "dashboard/test_acceptance.py", "grafana/test_dashboards.py",
     "plan/test_verify_paths.py", "alerts/test_scenario.py", "kernels/arithmetic/test_triton.py",

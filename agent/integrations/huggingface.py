@@ -10,17 +10,21 @@ prepared optimizer. `unwrapped` returns the optimizer inside, for example to clo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tidegate.agent.control.attach import attach
 from tidegate.agent.control.attachment import Attachment
-from tidegate.agent.integrations.log_figures import LogFigures
+from tidegate.agent.integrations.log_figures import VERDICT, LogFigures
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.optimizer.wrapped import innermost
 from tidegate.agent.parameters.shards import LocalShard
 from tidegate.errors import ConfigError
+
+LONGEST_TEXT: Final = 100
+"""Number of characters of the longest text that the Trainer's progress bar shows. It shows a remark in place of longer
+texts."""
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -42,7 +46,8 @@ class TidegateCallback(TrainerCallback):
 
     run, daemon, options: as in `tidegate.attach`. Callbacks that the Trainer creates itself (TensorBoard and others)
     run before callbacks that are passed to the Trainer, so they do not get these figures. The figures are also in the
-    Trainer's `state.log_history` and in Tidegate's own metrics.
+    Trainer's `state.log_history` and in Tidegate's own metrics. What the Trainer prints has the first clauses of the
+    sentence only, at most `LONGEST_TEXT` characters.
 
     ConfigError when training begins with another optimizer, or with gradients="release", because the Trainer reads the
     gradients.
@@ -74,8 +79,9 @@ class TidegateCallback(TrainerCallback):
             return
         unwrapped(given.get("optimizer")).log(loss=float(logs["loss"]))
         figures = self._figures.since_last()
-        for entry in (logs, *state.log_history[-1:]):
-            entry |= figures
+        if state.log_history:
+            state.log_history[-1] |= figures
+        logs |= figures | {VERDICT: _shortened(figures[VERDICT])}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         self._detach()
@@ -84,6 +90,13 @@ class TidegateCallback(TrainerCallback):
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = self._figures = None
+
+
+def _shortened(sentence: str) -> str:
+    """Leaves out the last clauses of a verdict that is too long for the Trainer's progress bar."""
+    while len(sentence) > LONGEST_TEXT:
+        sentence = sentence.rpartition("; ")[0]
+    return sentence
 
 
 def _check_works(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,20 @@ def test_each_log_entry_says_what_the_update_cost_since_the_last(tmp_path: Path)
         assert unwrapped(trainer.optimizer).attachment is None
     finally:
         end(trainer)
+
+
+def test_the_progress_bar_shows_what_the_update_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Trainer clips, so gradients are copied twice, and the remedy makes the sentence longer than what is shown."""
+    trainer = trainer_of(tmp_path, 5, disable_tqdm=False)
+    trainer.train()
+    end(trainer)
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert "copied again" in entry["tidegate_verdict"]
+    shown = capsys.readouterr().out
+    assert "too long to display" not in shown
+    sentence = re.search(r"'tidegate_verdict': ['\"](.+?)['\"]", shown)
+    assert sentence
+    assert entry["tidegate_verdict"].startswith(f"{sentence[1]}; ")
 
 
 def test_a_training_that_raised_can_be_begun_again(tmp_path: Path) -> None:
