@@ -3,8 +3,8 @@
 DeepSpeed is ZeRO-3 with `offload_optimizer: nvme`, pipelined in both directions, on its CPU accelerator. Tidegate and
 DeepSpeed train the same fp32 model, each in its own process, on the same disk, past the page cache, with buffers in
 huge pages; a third process trains it with Tidegate in bf16 with remainders. Rounds are interleaved. Each round also
-runs fio, with as many reads as writes, and with the same block size and queue depth, because disks of virtual machines
-are throttled in bursts.
+runs fio and Tidegate's native direct I/O alone, with as many reads as writes, and with the same block size and queue
+depth, because disks of virtual machines are throttled in bursts.
 
 Every process has weights and gradients in host memory. With a GPU they would be in its memory; here the device is
 emulated, so that the results say nothing about a GPU. The memory budget (`budget`) is for staging buffers and cache:
@@ -15,7 +15,8 @@ DeepSpeed's process used during its first steps.
 * `ratio_vs_deepspeed`: DeepSpeed's time of backward and update, divided by Tidegate's; `iteration_ratio`: the same with
   the forward.
 * `bound_ratio_by_bytes`: this ratio if both ran at the speed of the disk: DeepSpeed's bytes divided by Tidegate's.
-* `share_of_disk_bandwidth`: throughput of Tidegate's update, divided by fio's.
+* `share_of_disk_bandwidth`: throughput of Tidegate's update, divided by fio's; `share_of_io_layer`: divided by that of
+  Tidegate's native direct I/O alone, with checksums.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
   busy times; `overlap_of_pairs`: the same for two of them.
 """
@@ -33,11 +34,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from storage import fio
+from storage import fio, io_layer
 from storage.deepspeed_side import DeepSpeed, buffer_bytes, check_nvme, on_nvme
 from storage.figures import cpu_name, ratios, spread
 from storage.group import MemoryGroup, memory_unavailable
@@ -143,19 +146,28 @@ def start_sides(
     return sides, note
 
 
+def yardsticks(folder: Path, options: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """Functions that measure a throughput in bytes per second, by name: of `io_layer`, and of `fio` if it is there."""
+    mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
+    state_bytes = options.width**2 // 2 * STATE_BYTES["float32"]
+    found: dict[str, Callable[[], float]] = {"io_layer": partial(io_layer.rate, folder / "io_layer", mix, state_bytes)}
+    if fio.available() is None:
+        found["fio"] = partial(fio.rate, folder / "fio", mix)
+    return found
+
+
 def interleaved(
-    sides: dict[str, Side], yardstick: Path | None, groups: Groups, options: argparse.Namespace
+    sides: dict[str, Side], rates: dict[str, Callable[[], float]], groups: Groups, options: argparse.Namespace
 ) -> tuple[Rounds, dict[str, Any]]:
-    """Results of every side and of fio. Each round runs one step of each side, and fio if there is a `yardstick` (its
-    file), in random order, until rounds or seconds are used up. Also returns the figures of `groups`."""
+    """Results of every side and of every yardstick (`rates`). Each round runs one step of each side, and each
+    yardstick, in random order, until rounds or seconds are used up. Also returns the figures of `groups`."""
     for side in sides.values():
         for _ in range(WARM_UP):
             side.step()
     groups.bound()
-    mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
-    found: Rounds = {name: [] for name in (*sides, *(["fio"] if yardstick else []))}
-    if yardstick:
-        fio.rate(yardstick, mix)
+    found: Rounds = {name: [] for name in (*sides, *rates)}
+    for rate in rates.values():
+        rate()
     shuffle, end = random.Random(0).shuffle, time.monotonic() + options.seconds
     for done in range(options.rounds):
         if done >= 3 and time.monotonic() > end:
@@ -163,10 +175,7 @@ def interleaved(
         names = list(found)
         shuffle(names)
         for name in names:
-            if name == "fio" and yardstick:
-                found[name].append({"rate": fio.rate(yardstick, mix)})
-            else:
-                found[name].append(sides[name].step())
+            found[name].append({"rate": rates[name]()} if name in rates else sides[name].step())
     return found, groups.told()
 
 
@@ -188,9 +197,10 @@ def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
         **{key: spread(of(ours, key)) for key in ("backward", "update", "backward_and_update", "iteration")},
         "overlap": spread(of(ours, "overlap")),
     }
+    in_step = ratios(of(ours, "bytes_in_step"), of(ours, "seconds_in_step"))
+    spreads["share_of_io_layer"] = spread(ratios(in_step, of(rounds["io_layer"], "rate")))
     if "fio" in rounds:
         disk = of(rounds["fio"], "rate")
-        in_step = ratios(of(ours, "bytes_in_step"), of(ours, "seconds_in_step"))
         whole = ratios(of(ours, "state_bytes"), of(ours, "backward_and_update"))
         spreads["share_of_disk_bandwidth"] = spread(ratios(in_step, disk))
         spreads["share_with_backward"] = spread(ratios(whole, disk))
@@ -200,6 +210,7 @@ def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
         "bytes_per_param_of_state_moved": round(statistics.median(of(ours, "state_bytes")) / numel, 3),
         "overlap": spreads["overlap"]["median"],
         "overlap_of_pairs": medians(ours, "overlap_of_pairs"),
+        "share_of_io_layer": spreads["share_of_io_layer"]["median"],
         "share_of_disk_bandwidth": spreads.get("share_of_disk_bandwidth", {}).get("median"),
         "share_with_backward": spreads.get("share_with_backward", {}).get("median"),
         "busy_seconds": medians(ours, "busy_seconds"),
@@ -230,8 +241,8 @@ def result(rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
                 key: spread(of(theirs, key)) for key in ("backward", "update", "backward_and_update", "iteration")
             },
         }
-    if "fio" in rounds:
-        found["fio_mib_per_second"] = spread([rate / (1 << 20) for rate in of(rounds["fio"], "rate")], 1)
+    for name in (name for name in ("io_layer", "fio") if name in rounds):
+        found[f"{name}_mib_per_second"] = spread([rate / (1 << 20) for rate in of(rounds[name], "rate")], 1)
     return {**found, **figures, "bf16": bf16, "rounds": len(ours)}
 
 
@@ -258,11 +269,10 @@ def version(name: str) -> str | None:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    reason = fio.available()
     with ExitStack() as stack:
         groups = Groups(stack)
         sides, note = start_sides(stack, folder, groups, options)
-        rounds, enforced = interleaved(sides, None if reason else folder / "fio", groups, options)
+        rounds, enforced = interleaved(sides, yardsticks(folder, options), groups, options)
     measured = result(rounds, options)
     return {
         **measured,
@@ -276,7 +286,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "cores": options.threads,
         "kernel": platform.release(),
         "versions": {name: version(name) for name in ("torch", "deepspeed", "tidegate")},
-        "note": "; ".join(text for text in (reason, note) if text) or None,
+        "note": "; ".join(text for text in (fio.available(), note) if text) or None,
     }
 
 

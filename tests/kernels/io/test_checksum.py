@@ -1,4 +1,4 @@
-"""CRC-32C: the published values; the same by instruction, by tables and on another CPU; whole or in parts."""
+"""CRC-32C: the published values; the same by products, instruction, tables and on another CPU; whole or in parts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ PUBLISHED = [
     (bytes(range(32)), 0x46DD794E),
     (bytes(range(31, -1, -1)), 0x113FDB5C),
 ]
-# Around words, triples of short streams (768 bytes), triples of long ones (12288), and both together.
+# Around words, triples of short streams (768 bytes), triples of long ones (12288), both together, and folds of 256
+# bytes from the shortest (1024) on.
 SIZES = [0, 1, 7, 8, 9, 255, 767, 768, 769, 12_287, 12_288, 12_289, 13_056, 13_063, 36_864, 40_001]
+SIZES += [1023, 1024, 1025, 1032, 1279, 1280, 1281, 2047, 2048, 2049]
 
 DRIVER = r"""
 #include <cstdio>
@@ -91,6 +93,19 @@ def test_addresses_need_no_alignment() -> None:
     for skip in range(9):
         part = data[skip : skip + 30_001]
         assert kernels.crc32c(part.ctypes.data, len(part)) == checksum(part.tobytes())
+
+
+@settings(max_examples=examples(50))
+@given(size=st.integers(0, 3_000), skip=st.integers(0, 63), seed=st.integers(0, 2**32 - 1))
+def test_every_instruction_set_equals_the_definition(size: int, skip: int, seed: int) -> None:
+    data, before = some_bytes(size + skip), kernels.instruction_set()
+    array, expected = np.frombuffer(data, np.uint8)[skip:], bit_by_bit(data[skip:], seed)
+    try:
+        for name in kernels.instruction_sets():
+            kernels.use_instruction_set(name)
+            assert kernels.crc32c(array.ctypes.data, size, seed) == expected
+    finally:
+        kernels.use_instruction_set(before)
 
 
 @settings(max_examples=examples(200))

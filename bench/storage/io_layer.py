@@ -1,0 +1,73 @@
+"""Throughput of a disk by Tidegate's native direct I/O alone, with checksums: what an update could have at most."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from storage.fio import Mix
+from tidegate.kernels import IoPool, IoTicket, aligned_buffer, crc32c, num_blocks, open_direct
+
+QUEUED = 3
+"""Transfers in progress or queued in each direction, each with memory of its own: as many as a path has host slots."""
+
+
+def rate(file: Path, mix: Mix, transfer_bytes: int) -> float:
+    """Bytes per second of reads and writes together, in as many transfers of each. Creates the file if it is missing.
+    Half of the blocks in flight are read and half are written, as by a storage path with that many threads.
+
+    transfer_bytes: size of one transfer, which the engine makes for one subgroup.
+    """
+    created = not file.exists()
+    fd, direct = open_direct(file, write=True, create=True)
+    if not direct:
+        raise SystemExit(f"{file.parent} is on a file system without O_DIRECT: give another --directory")
+    memory = aligned_buffer(2 * QUEUED * transfer_bytes).reshape(2, QUEUED, transfer_bytes)
+    memory[:] = 1
+    checksums = np.array(
+        [
+            crc32c(memory.ctypes.data, min(mix.block_bytes, transfer_bytes - at))
+            for at in range(0, transfer_bytes, mix.block_bytes)
+        ],
+        np.uint32,
+    )
+    found = np.empty((QUEUED, num_blocks(transfer_bytes, mix.block_bytes)), np.uint32)
+    places = max(2 * QUEUED, mix.file_bytes // transfer_bytes) // 2
+    with IoPool(mix.depth // 2) as reads, IoPool(mix.depth // 2) as writes:
+
+        def read(number: int) -> IoTicket:
+            address, offset = memory[0, number % QUEUED].ctypes.data, number % places * transfer_bytes
+            return reads.read(fd, address, transfer_bytes, offset, mix.block_bytes, checksums)
+
+        def write(number: int) -> IoTicket:
+            address, offset = memory[1, number % QUEUED].ctypes.data, (places + number % places) * transfer_bytes
+            return writes.write(fd, address, transfer_bytes, offset, mix.block_bytes, found[number % QUEUED])
+
+        if created:
+            for number in range(places):
+                done(writes.write(fd, memory.ctypes.data, transfer_bytes, number * transfer_bytes, mix.block_bytes))
+                done(write(number))
+        tickets, in_flight = list[IoTicket](), deque[IoTicket]()
+        stop = time.monotonic() + mix.seconds
+        for number, begin in enumerate(cycle((read, write))):
+            if time.monotonic() < stop:
+                in_flight.append(begin(number // 2))
+            if len(in_flight) == 2 * QUEUED or time.monotonic() >= stop:
+                if not in_flight:
+                    break
+                tickets.append(done(in_flight.popleft()))
+    os.close(fd)
+    seconds = max(ticket.end for ticket in tickets) - min(ticket.start for ticket in tickets)
+    return sum(ticket.nbytes for ticket in tickets) / seconds
+
+
+def done(ticket: IoTicket) -> IoTicket:
+    ticket.wait()
+    if not ticket.ok:
+        raise SystemExit(f"a transfer failed: {os.strerror(ticket.error)}; wrong checksum: {ticket.checksum_mismatch}")
+    return ticket
