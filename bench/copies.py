@@ -1,15 +1,9 @@
-"""Claim: copies in pieces of 64 MiB, of which two are enqueued, let other copies wait less than 12 ms and make an
-update less than 1.2 % longer; a separate lane for copies of weights makes the update no shorter.
+"""Claim: a separate lane for copies of weights to the device makes the update no shorter.
 
-Both parts are predictions of the simulator, for the 72 subgroups of Llama 7B (100 million 16-bit parameters each) on
-one GPU; nothing is measured on a GPU.
-
-* `pieces`: `slower_by` is the update time with copies in pieces, divided by the time with whole copies. Each piece
-  after the first adds one call of torch's `copy_` (15 us) to the time of its lane. This is pessimistic, because the CPU
-  makes the calls ahead of the GPU. `others_wait_ms` is the time for which two pieces let another copy wait.
-* `lane`: the update time if copies of weights to the device (WEIGHT_H2D) have their own lane, divided by the time
-  without it. That lane shares the link fairly with the other copies to the device. CPU updates take the time of the
-  rate card, or up to 30 % more (random, seeded).
+A prediction of the simulator, for the 72 subgroups of Llama 7B (100 million 16-bit parameters each) on one GPU; nothing
+is measured on a GPU. `lane`: the update time if copies of weights to the device (WEIGHT_H2D) have their own lane,
+divided by the time without it. That lane shares the link fairly with the other copies to the device. CPU updates take
+the time of the rate card, or up to 30 % more (random, seeded).
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from dataclasses import fields, replace
 
 from tidegate.plan import Placement, Plan, make_plan, place_subgroups
 from tidegate.plan.dependencies import with_dependencies
-from tidegate.plan.ops import D2H, H2D, LANES, Op, OpKind, Subgroup
+from tidegate.plan.ops import H2D, LANES, Op, OpKind, Subgroup
 from tidegate.simulator.event_loop import times_together
 from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import RateCard
@@ -29,8 +23,6 @@ from tidegate.speeds.rate_card import RateCard
 SUBGROUPS = [Subgroup(i, 100_000_000, weight_bytes=2, grad_bytes=2, state_bytes=10) for i in range(72)]
 LINKS = {"PCIe 3": 12e9, "PCIe 4": 25e9, "PCIe 5": 50e9}
 STRIDES = ("off", 4.0, 3.0, 2.0, 1.0)
-MIB = 1 << 20
-CALL_SECONDS = 15e-6
 STEP_AT = 1.0
 OWN = "weights"
 
@@ -63,7 +55,7 @@ def main() -> int:
             for stride in STRIDES:
                 row = {"link": name, "cpu_params_per_second": cpu, "stride": stride}
                 plan = _plan(stride)
-                print(json.dumps(row | {"pieces": _by_pieces(plan, card, speed), "lane": _by_lane(plan, card)}))
+                print(json.dumps(row | {"lane": _by_lane(plan, card)}))
     return 0
 
 
@@ -71,23 +63,6 @@ def _plan(stride: float | str) -> Plan:
     placed = place_subgroups(len(SUBGROUPS), stride=stride, static_ratio=0.0)  # type: ignore[arg-type]
     placements = [Placement(processor, lives, lives, processor == "cpu") for processor, lives in placed]
     return make_plan(SUBGROUPS, placements, num_slots=3)
-
-
-def _by_pieces(plan: Plan, card: RateCard, speed: float) -> dict[str, dict[str, float]]:
-    whole = _update(plan, card, card.seconds)
-    found = {}
-    for mib in (16, 32, 64, 128):
-
-        def seconds(op: Op, most: int = mib * MIB) -> float:
-            pieces = -(-op.nbytes // most) if op.lane in (H2D, D2H) else 1
-            return card.seconds(op) + (pieces - 1) * CALL_SECONDS
-
-        found[f"{mib} MiB"] = {
-            "slower_by": round(_update(plan, card, seconds) / whole, 4),
-            "others_wait_ms": round(2 * mib * MIB / speed * 1e3, 2),
-        }
-    longest = max(op.nbytes for op in plan.ops)
-    return found | {"whole": {"slower_by": 1.0, "others_wait_ms": round(longest / speed * 1e3, 2)}}
 
 
 def _update(plan: Plan, card: RateCard, seconds: Callable[[Op], float]) -> float:

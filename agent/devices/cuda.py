@@ -22,7 +22,6 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Copy, Event, GradRef, UpdateRun
 from tidegate.agent.devices.cuda_runtime import CudaRuntime, Marker, Norms, Stream
 from tidegate.agent.devices.pinned_memory import PinnedPool
-from tidegate.agent.devices.split_copies import QueuedCopies, in_pieces
 from tidegate.errors import MemoryBudgetError
 from tidegate.plan.ops import D2H, DEVICE, H2D
 from tidegate.wire.base import DeviceKind
@@ -194,7 +193,6 @@ class CudaDevice:
     def __init__(self, runtime: CudaRuntime, limit_bytes: int = 0) -> None:
         self._runtime = runtime
         self._lanes = LaneStreams(runtime)
-        self._queued = {lane: QueuedCopies(runtime.host_waits) for lane in (H2D, D2H)}
         self._clock = HostClock(runtime)
         self._host = PinnedPool(runtime, self._lanes.wait_for_copies)
         self._allocated: set[int] = set()
@@ -268,17 +266,10 @@ class CudaDevice:
     # ---- work
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
-        """Enqueues copies on a lane. Of large copies it first waits for the earlier pieces, so that few bytes are
-        enqueued (see `split_copies`)."""
-        anchor, stream, queued = self._clock.fresh(), self._lanes[lane], self._queued[lane]
-        start = end = self._runtime.record(stream, timed=True)
-        for piece in in_pieces(copies):
-            nbytes = sum(copy.nbytes for copy in piece)
-            queued.make_room(nbytes)
-            self._runtime.copy(piece, lane == H2D, stream)
-            end = self._runtime.record(stream, timed=True)
-            queued.add(end, nbytes)
-        return StreamWork(self._runtime, self._clock, anchor, start, end)
+        anchor, stream = self._clock.fresh(), self._lanes[lane]
+        start = self._runtime.record(stream, timed=True)
+        self._runtime.copy(copies, lane == H2D, stream)
+        return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         anchor, stream = self._clock.fresh(), self._lanes[DEVICE]

@@ -1,12 +1,11 @@
-"""The engine below a framework that is far ahead of its GPU: memory of gradients, when memory is taken, when phases
-begin, how large copies are."""
+"""The engine below a framework that is far ahead of its GPU: memory of gradients, when memory is taken, and when
+phases begin."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ import pytest
 import torch
 
 from tests.agent.devices.enqueue_ahead import RunsAhead
-from tests.agent.devices.fake_cuda import FakeMarker, FakeStream
 from tests.agent.devices.fake_training import fake_training
 from tests.agent.devices.test_cuda_order import SHAPES, one_step
 from tests.agent.engine.test_exactness import backward, make_params, random_grads
 from tests.agent.optimizer.background import update_in_background
 from tests.agent.optimizer.test_optimizer import params_of
-from tidegate.agent.devices import split_copies
-from tidegate.agent.devices.base import Copy
-from tidegate.agent.devices.cuda import CudaDevice
-from tidegate.agent.devices.split_copies import PIECE_BYTES, in_pieces
-from tidegate.plan.ops import D2H, H2D, OpKind
+from tidegate.plan.ops import OpKind
 
 GRAD_BYTES = 2000
 """Of what one op reads. Memory is given up on one lane while the other may just have begun its next op, and waits for
@@ -158,100 +152,3 @@ def test_equals_the_oracle(seed: int, gradients: Any) -> None:
         training.optimizer.wait()
         training.forward()
     assert fake.error is None
-
-
-def test_large_copies_are_made_in_pieces() -> None:
-    whole = [Copy(1000, 5000, 250), Copy(2000, 6000, 0), Copy(3000, 7000, 100)]
-    pieces = [
-        [Copy(1000, 5000, 100)],
-        [Copy(1100, 5100, 100)],
-        [Copy(1200, 5200, 50), Copy(3000, 7000, 50)],
-        [Copy(3050, 7050, 50)],
-    ]
-    assert list(in_pieces(whole, most=100)) == pieces
-    assert list(in_pieces([])) == []
-
-
-@pytest.mark.parametrize("lane", [H2D, D2H])
-def test_a_lane_enqueues_two_pieces_and_waits_for_the_oldest_before_the_next(
-    lane: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(split_copies.in_pieces, "__defaults__", (100,))
-    monkeypatch.setattr(split_copies.QueuedCopies.__init__, "__defaults__", (200,))
-    done: list[int] = []
-    queued: list[int] = []
-
-    class Counting(RunsAhead):
-        def copy(self, copies: Sequence[Copy], to_device: bool, stream: FakeStream) -> None:
-            super().copy(copies, to_device, stream)
-            nbytes = sum(copy.nbytes for copy in copies)
-            with self._mutex:
-                self._enqueue(stream, lambda: done.append(nbytes))
-            enqueued.append(nbytes)
-            queued.append(sum(enqueued) - sum(done))
-
-    enqueued: list[int] = []
-    device = CudaDevice(Counting(memory_bytes=1 << 20))
-    host, there = device.host_buffer(1000), device.alloc(1000)
-    device.wait(lane, device.now())
-    ends = (there, host.data_ptr()) if lane == H2D else (host.data_ptr(), there)
-    for _ in range(2):  # the second op counts the pieces of the first
-        last = device.copy(lane, [Copy(*ends, 1000)])
-    assert max(queued) == 200
-    assert sum(queued[1:]) == 200 * 19, "each piece is enqueued while the one before it is not done"
-    last.wait()
-    assert sum(done) == 2000
-
-
-def test_small_copies_wait_for_none_of_the_earlier_ones() -> None:
-    class Waits(RunsAhead):
-        waits = 0
-
-        def host_waits(self, marker: FakeMarker) -> None:
-            self.waits += 1
-            super().host_waits(marker)
-
-    device = CudaDevice(fake := Waits(memory_bytes=1 << 20))
-    host, there = device.host_buffer(1000), device.alloc(1000)
-    device.wait(H2D, device.now())
-    before = fake.waits
-    for _ in range(100):
-        device.copy(H2D, [Copy(there, host.data_ptr(), 1000)])
-    assert fake.waits == before
-
-
-def test_few_markers_are_kept_however_small_the_copies_are() -> None:
-    class Marker:
-        pass
-
-    queued = split_copies.QueuedCopies(lambda _: None, most=1000)
-    markers = []
-    for _ in range(100):
-        queued.make_room(7)
-        queued.add(marker := Marker(), 7)
-        markers.append(weakref.ref(marker))
-    del marker
-    assert sum(marker() is not None for marker in markers) == 2
-
-
-def test_no_copy_of_the_device_is_larger_than_a_piece() -> None:
-    sizes: list[int] = []
-
-    class Noting(RunsAhead):
-        def copy(self, copies: Sequence[Copy], to_device: bool, stream: FakeStream) -> None:
-            sizes.extend(copy.nbytes for copy in copies)
-            super().copy(copies, to_device, stream)
-
-    device, nbytes = CudaDevice(Noting(memory_bytes=1 << 30)), PIECE_BYTES + 4096
-    source, target = device.host_buffer(nbytes), device.host_buffer(nbytes)
-    source[-4096:] = 7
-    there = device.alloc(nbytes)
-    device.wait(H2D, device.now())
-    done = device.copy(H2D, [Copy(there, source.data_ptr(), nbytes)])
-    device.wait(D2H, done)
-    device.copy(D2H, [Copy(target.data_ptr(), there, nbytes)]).wait()
-    assert sizes == [PIECE_BYTES, 4096] * 2
-    assert bool((target[-4096:] == 7).all())
-    del source, target
-    device.free(there)
-    device.close()
