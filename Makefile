@@ -133,6 +133,7 @@ wheels: $(VENV)/wheels ## build wheels into dist/: for all Python versions with 
 
 .PHONY: torture soak
 torture: MARK := torture
+torture: SLURM := slurmctld slurmd slurm-client
 torture: $(VENV)/test system ## kill it, damage its files, attack it with requests and daemons; minutes
 	@$(run_marked)
 soak: MARK := soak
@@ -146,7 +147,7 @@ if [ $$status = 5 ]; then echo "no test is marked $(MARK)" >&2; fi; exit $$statu
 endef
 
 # The tests use a real Prometheus, a real Alertmanager, a real browser, network namespaces, and the kernels of another
-# processor under emulation. RUNLEVEL=1 keeps Debian from starting services.
+# processor under emulation; `make torture` a real Slurm, too. RUNLEVEL=1 keeps Debian from starting services.
 .PHONY: system
 system:
 	@missing=; \
@@ -156,6 +157,9 @@ system:
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	command -v ip >/dev/null || missing="$$missing iproute2"; \
 	command -v wget >/dev/null || missing="$$missing wget"; \
+	if [ -n "$(SLURM)" ]; then \
+	  { command -v slurmctld && command -v slurmd && command -v srun; } >/dev/null || missing="$$missing $(SLURM)"; \
+	fi; \
 	if [ "$$(uname -m)" = x86_64 ]; then \
 	  command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
 	  command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \

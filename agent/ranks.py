@@ -21,14 +21,17 @@ T = TypeVar("T")
 
 _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Environment variables with the number of ranks on this host, as torchrun, deepspeed and mpirun set them."""
+_LOCAL_RANK_VARIABLES: Final = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+"""Environment variables with the rank among those of the host, as torchrun or deepspeed, mpirun and srun set them. srun
+counts last: it gives one number to all ranks that a launcher starts in its task."""
 _SLURM_COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 """Matches a number of tasks as SLURM writes it: "4" for one node, "4(x2)" for each of 2 consecutive nodes."""
 
 
 def local_rank() -> int:
-    """The rank of this process among those of its host, 0 without a launcher. Raises ConfigError if the variable
-    LOCAL_RANK is not a whole number."""
-    return _environment_int("LOCAL_RANK", 0)
+    """The rank of this process among those of its host, 0 without a launcher. Raises ConfigError if the first of
+    `_LOCAL_RANK_VARIABLES` that is set is not a whole number."""
+    return next((_environment_int(name, 0) for name in _LOCAL_RANK_VARIABLES if name in os.environ), 0)
 
 
 def ranks_of_host() -> int:

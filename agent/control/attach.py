@@ -39,7 +39,7 @@ def attach(
         wrote).
     metrics_bind: address on which /metrics is served (default "127.0.0.1": reachable only from this host).
     metrics_port: port of /metrics, 0 to 65535 (default 0: a free port). Each further rank of a host (LOCAL_RANK, which
-        torchrun and deepspeed set) takes the next port.
+        torchrun and deepspeed set, or what mpirun and srun set) takes the next port.
     advertise_host: host name or address at which other machines reach /metrics, 253 characters at most (default None:
         `metrics_bind`).
     reset_knobs: with True, the settings of the optimizer replace the knobs that the run had before (default False).

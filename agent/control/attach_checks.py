@@ -93,12 +93,12 @@ def check_model(model: object, gradients: Mode) -> None:
 
 
 def metrics_port_of_rank(first: int) -> int:
-    """Returns the port of this rank's /metrics: `first` plus the rank's number on this host (LOCAL_RANK), or 0 (any
+    """Returns the port of this rank's /metrics: `first` plus the rank's number on this host, or 0 (any
     free port) if `first` is 0. Raises ConfigError if the port would be above 65535."""
     here = local_rank()
     if first and first + here > 65_535:
         raise ConfigError(
-            f"metrics_port={first} and LOCAL_RANK={here} make port {first + here}, and the highest is 65535: "
+            f"metrics_port={first} and rank {here} of this host make port {first + here}, and the highest is 65535: "
             f"choose a lower metrics_port, or 0 for a free one."
         )
     return first and first + here

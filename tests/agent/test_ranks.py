@@ -19,6 +19,8 @@ from tidegate.errors import ConfigError
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
+LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK")
+
 
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHERS, "SLURM_NODEID"):
@@ -116,11 +118,20 @@ def test_the_second_rank_of_a_host_takes_the_next_port(monkeypatch: pytest.Monke
         assert tidegate.attach(adam, model, run="r", metrics_port=port).metrics_address == f"127.0.0.1:{port + 1}"
 
 
+def test_each_launcher_says_which_rank_of_the_host_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    assert local_rank() == 0
+    for rank, name in enumerate(LOCAL_RANKS, start=1):  # each counts before those that came before it
+        monkeypatch.setenv(name, str(rank))
+        assert local_rank() == rank
+
+
 def test_a_port_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     with (
         tidegate.AdamW(torch.nn.Linear(4, 4).parameters()) as adam,
-        pytest.raises(ConfigError, match=r"metrics_port=65533 and LOCAL_RANK=3 make port 65536"),
+        pytest.raises(ConfigError, match=r"metrics_port=65533 and rank 3 of this host make port 65536"),
     ):
         tidegate.attach(adam, run="r", metrics_port=65_533)
 

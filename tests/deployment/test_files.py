@@ -239,7 +239,8 @@ def test_kubernetes_relabelling_gives_the_labels_that_rules_ask_for(tmp_path: Pa
 
     found = {
         "tidegate-agent": [pod(0), pod(1, pod_phase="Succeeded"), pod(2, pod_container_port_name="http"),
-                           pod(3, pod_labelpresent_tidegate_run="")],
+                           pod(3, pod_labelpresent_tidegate_run=""),
+                           pod(5, pod_label_tidegate_rank="", pod_label_batch_kubernetes_io_job_completion_index="1")],
         "tidegate-daemon": [{"targets": ["127.0.0.1:5"], "labels": {
             "__meta_kubernetes_service_name": "tidegate-daemon", "__meta_kubernetes_endpoint_port_name": "http"}}],
     }  # fmt: skip
@@ -255,11 +256,13 @@ def test_kubernetes_relabelling_gives_the_labels_that_rules_ask_for(tmp_path: Pa
     )  # fmt: skip
     try:
         prometheus = Prometheus(f"http://127.0.0.1:{port}")
-        active = until(lambda: _targets(prometheus, 2), "two targets")
+        active = until(lambda: _targets(prometheus, 3), "three targets")
     finally:
         process.terminate()
         process.wait(20)
-    by_job = {target["job"]: target for target in active}
+    (indexed,) = (target for target in active if target["instance"] == "127.0.0.1:6")
+    assert indexed["rank"] == "1", "the pod of an indexed job"
+    by_job = {target["job"]: target for target in active if target is not indexed}
     assert by_job["tidegate-agent"] == {
         "job": "tidegate-agent", "instance": "127.0.0.1:1", "run": "llama", "rank": "0", "host": "node-0",
         "device_kind": "cuda",
