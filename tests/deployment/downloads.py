@@ -163,29 +163,31 @@ class Downloads:
     """`arguments` are build arguments that lead a build to packages; `pip` is for the base image."""
 
     arguments: dict[str, str]
-    pip: PipSettings
+    pip: dict[str, str]
 
 
 @contextlib.contextmanager
-def served(listening: socket.socket) -> Iterator[Downloads]:
-    """A proxy, and the folders of this machine's pip, on a socket that listens where the builds are."""
+def served(listening: socket.socket, address: str) -> Iterator[Downloads]:
+    """A proxy, and the folders of this machine's pip, on a socket that builds reach at `address`."""
     settings = pip_settings()
     places = [*settings.indexes, *settings.pages]
     # An index has its files beside it, so the folder above is served.
     local = {place: Path(place.removeprefix("file://")) for place in places if place.startswith(("/", "file:"))}
     folders = [path.parent if place in settings.indexes else path for place, path in local.items()]
-    here = "http://{}:{}".format(*listening.getsockname())
+    here = f"http://{address}:{listening.getsockname()[1]}"
     urls = {place: f"{here}/{number}/{path.name if place in settings.indexes else 'list'}"
             for number, (place, path) in enumerate(local.items())}  # fmt: skip
     extra = [urls.get(place, place) for place in places]
-    arguments = {"http_proxy": here, "https_proxy": here, "no_proxy": "127.0.0.1,localhost"}
+    arguments = {"http_proxy": here, "https_proxy": here, "no_proxy": address}
     arguments |= {"PIP_EXTRA_INDEX_URL": " ".join(extra)} if extra else {}
     arguments |= {"PIP_INDEX_URL": settings.index} if settings.index else {}
+    # pip takes nothing from an address without TLS that it was not told to trust.
+    trusted = f"{settings.others.get('trusted-host', '')} {address}".strip()
     server = _Server(listening, folders)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield Downloads(arguments, settings)
+        yield Downloads(arguments, {**settings.others, "trusted-host": trusted})
     finally:
         server.shutdown()
         server.server_close()
