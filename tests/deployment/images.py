@@ -39,7 +39,7 @@ FROM tidegate-control:{version} AS built
 FROM {base}
 RUN apt-get update && apt-get install --yes --no-install-recommends systemd systemd-sysv dbus sudo
 COPY --from=built /opt/tidegate /opt/tidegate
-COPY deploy/systemd /src/deploy/systemd
+COPY systemd /src/deploy/systemd
 CMD ["/sbin/init"]
 """
 
@@ -105,9 +105,7 @@ def project(folder: Path) -> Path:
     for name in sorted(given | {"deploy", "Dockerfile", ".dockerignore"}):
         source, target = ROOT / name, folder / name
         if source.is_dir():
-            shutil.copytree(
-                source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so", "secrets")
-            )
+            shutil.copytree(source, target, symlinks=True, ignore=left_out)
         else:
             shutil.copy(source, target)
     (folder / "docker-compose.yml").write_text(for_old_compose(COMPOSE.read_text()))
@@ -142,11 +140,11 @@ def build_others(docker: Docker, downloads: Downloads) -> None:
         _build_from(docker, downloads, text, services[name]["image"])
 
 
-def build_systemd(docker: Docker, downloads: Downloads, project: Path) -> str:
-    """A machine with systemd and our packages where the units look for them."""
-    (project / ".dockerignore").unlink()
-    text = SYSTEMD.format(base=base_image(), version=version_of(project))
-    _build_from(docker, downloads, text, "tidegate-machine:1", project)
+def build_systemd(docker: Docker, downloads: Downloads, ours: str) -> str:
+    """A machine with systemd, and the packages of our image of that version where the units look for them."""
+    _build_from(
+        docker, downloads, SYSTEMD.format(base=base_image(), version=ours), "tidegate-machine:1", ROOT / "deploy"
+    )
     return "tidegate-machine:1"
 
 
