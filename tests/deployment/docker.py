@@ -139,6 +139,4 @@ def docker() -> Iterator[Docker]:
     finally:
         if made is not None:
             made._inside.shutdown(wait=False)
-        assert holder.stdin is not None
-        holder.stdin.close()
-        holder.wait(120)
+        holder.communicate(b"end\n", timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import httpx
 from tests.deployment import images
 from tests.deployment.docker import GATEWAY, Docker, docker
 from tests.deployment.downloads import Downloads, served
-from tests.services import Prometheus
+from tests.services import ROOT, Prometheus
 from tidegate.client.daemon_client import DaemonClient
 
 STAY = ("daemon", "dashboard", "prometheus", "alertmanager")
@@ -30,14 +31,18 @@ class Stack:
     downloads: Downloads
     say: Callable[[str], None]
 
-    def compose(self, *words: str, steps: str = MANY_STEPS, seconds: float = 300) -> str:
+    def shell(self, script: str, steps: str = MANY_STEPS, seconds: float = 300) -> str:
+        """What bash prints, in the folder of the compose file; it has to succeed."""
         environment = {**self.docker.environment, "TIDEGATE_STEPS": steps}
         done = subprocess.run(
-            ["docker-compose", *words], cwd=self.project, env=environment, capture_output=True, text=True,
-            timeout=seconds, check=False,
+            ["bash", "-euc", script], cwd=self.project, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=seconds, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, f"docker-compose {' '.join(words)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         return done.stdout
+
+    def compose(self, *words: str, steps: str = MANY_STEPS) -> str:
+        return self.shell(shlex.join(["docker-compose", *words]), steps)
 
     def container(self, service: str) -> str:
         """What compose has called it."""
@@ -95,3 +100,11 @@ def running(say: Callable[[str], None]) -> Iterator[Stack]:
         say("docker-compose up")
         stack.up(*STAY, "trainer")
         yield stack
+
+
+def documented(page: str, *beginnings: str) -> list[str]:
+    """Lines of a page, commands among them, that begin with these: one for each."""
+    lines = [line.strip() for line in (ROOT / "docs" / page).read_text().splitlines()]
+    found = {one: [line for line in lines if line.startswith(one)] for one in beginnings}
+    assert all(len(rows) == 1 for rows in found.values()), found
+    return [rows[0] for rows in found.values()]

@@ -12,13 +12,13 @@ import pytest
 
 from tests.deployment import images
 from tests.deployment.compose import COMPOSE, Service, services
-from tests.deployment.stack import STAY, Stack
+from tests.deployment.stack import STAY, Stack, documented
 from tests.services import Prometheus, until
 from tidegate.client.daemon_client import DaemonClient
 
 pytestmark = pytest.mark.torture
 UPGRADED = "9.9.9"
-FEW_STEPS = "60"
+FEW_STEPS = "20"
 THROUGH_ARROW = """
 import io, pandas, pyarrow, pyarrow.parquet
 file = io.BytesIO()
@@ -105,6 +105,16 @@ def test_the_live_view_lets_in_who_has_the_link_that_its_container_prints(stack:
     assert (before.status_code, answer.status_code) == (403, 303)
     assert "set-cookie" in answer.headers
     assert "set-cookie" not in before.headers
+
+
+def test_the_documented_commands_reach_the_daemon(stack: Stack) -> None:
+    until(lambda: trains(stack), "the demo to train", 60)
+    [line] = documented("guides/respond-to-an-alert.md", "tidegate() { docker ")
+    # The older compose is a command of its own, and here is no terminal.
+    script = line.replace("docker compose exec", "docker-compose exec -T") + "\n"
+    for command in ("tidegate status", "tidegate knobs get demo", "tidegate history --run demo"):
+        assert "demo" in stack.shell(script + command)
+    assert "operate" in stack.shell("docker-compose exec -T daemon tidegate token list")
 
 
 def test_prometheus_has_all_targets_up_and_the_rules(stack: Stack) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.deployment import images
-from tests.deployment.stack import Stack
+from tests.deployment.stack import Stack, documented
 from tests.services import until
 
 pytestmark = pytest.mark.torture
@@ -55,15 +56,6 @@ class Machine:
         return self.answer(8790, "/readyz") == '{"status":"ready"}' and self.answer(8501, "/_stcore/health") == "ok"
 
 
-def documented(*beginnings: str) -> list[str]:
-    """Lines of the section on systemd that begin with these, in their order."""
-    section = (images.ROOT / "docs/deployment.md").read_text().partition("\n## With systemd\n")[2].partition("\n## ")[0]
-    lines = [line.strip() for line in section.splitlines() if line.startswith("    ")]
-    found = [line for line in lines if line.startswith(beginnings)]
-    assert len(found) == len(beginnings), lines
-    return found
-
-
 @pytest.fixture(scope="module")
 def machine(stack: Stack) -> Machine:
     """A container in which systemd is the first process, set up with the commands of the documentation."""
@@ -78,7 +70,7 @@ def machine(stack: Stack) -> Machine:
     stack.docker("run", "--detach", "--name", "machine", *words, image)
     made = Machine(stack)
     until(lambda: made.run("systemctl", "is-system-running").stdout.strip() == "running", "systemd", 30)
-    for line in documented("useradd ", "cp deploy/systemd/"):
+    for line in documented("deployment.md", "useradd ", "cp deploy/systemd/"):
         made("bash", "-ec", f"cd /src && {line}")
     return made
 
@@ -109,9 +101,30 @@ def test_a_unit_is_confined(machine: Machine, unit: str) -> None:
 
 
 def test_a_line_of_the_documentation_prints_a_link(machine: Machine) -> None:
-    [line] = documented("sudo -u tidegate env")
+    [line] = documented("deployment.md", "sudo -u tidegate env")
     [link] = re.findall(r"http://\S+", machine("bash", "-ec", line))
     assert machine("python3", "-c", OPEN, link).split() == ["303", "True"]
+
+
+def test_the_documented_commands_reach_the_daemon(machine: Machine) -> None:
+    [line] = documented("guides/respond-to-an-alert.md", "tidegate() { sudo ")
+    assert "operate" in machine("bash", "-ec", f"{line}\ntidegate token list")
+    machine("bash", "-ec", f"{line}\ntidegate status")
+
+
+def test_a_backup_of_a_daemon_that_is_stopped_has_all_that_is_to_be_copied(machine: Machine) -> None:
+    lines = documented("guides/move-the-daemon.md", "systemctl stop tidegate-daemon", "tar -C /var/lib -czf ",
+                       "systemctl start tidegate-daemon")  # fmt: skip
+    machine("bash", "-ec", "\n".join(["mkdir /backup", *lines]))
+    files = machine("tar", "-tzf", "/backup/tidegate-state.tar.gz").split()
+    kept = {
+        "tidegate.db",
+        "database.made",
+        "proof.key",
+        *(f"{one}.token" for one in ("read", "operate", "agent", "alert")),
+    }
+    assert kept <= {Path(name).name for name in files}
+    until(machine.up, "daemon and live view", 60)
 
 
 def test_a_unit_that_was_killed_is_started_again(machine: Machine) -> None:
@@ -124,7 +137,7 @@ def test_a_unit_that_was_killed_is_started_again(machine: Machine) -> None:
 
 
 def test_options_of_the_machine_open_the_daemon_to_others(machine: Machine) -> None:
-    [line] = documented("TIDEGATE_DAEMON_OPTIONS=")
+    [line] = documented("deployment.md", "TIDEGATE_DAEMON_OPTIONS=")
     url = f"http://{machine.address}:8790/readyz"
     with pytest.raises(httpx.ConnectError):
         machine.stack.get(url)
