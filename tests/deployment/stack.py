@@ -45,8 +45,9 @@ class Stack:
         return self.shell(shlex.join(["docker-compose", *words]), steps)
 
     def container(self, service: str) -> str:
-        """What compose has called it."""
-        return self.compose("ps", "--quiet", service).strip()
+        """The one that compose has made of it."""
+        label = f"label=com.docker.compose.service={service}"
+        return self.docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).strip()
 
     def state(self, service: str) -> dict[str, Any]:
         found: dict[str, Any] = self.docker.inspect(self.container(service))["State"]
