@@ -139,4 +139,4 @@ def docker() -> Iterator[Docker]:
     finally:
         if made is not None:
             made._inside.shutdown(wait=False)
-        holder.communicate(b"end\n", timeout=120)
+        holder.communicate(b"end\n", timeout=600)

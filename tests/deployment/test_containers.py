@@ -18,7 +18,7 @@ from tidegate.client.daemon_client import DaemonClient
 
 pytestmark = pytest.mark.torture
 UPGRADED = "9.9.9"
-FEW_STEPS = "20"
+FEW_STEPS = "10"
 THROUGH_ARROW = """
 import io, pandas, pyarrow, pyarrow.parquet
 file = io.BytesIO()
@@ -112,8 +112,8 @@ def test_the_documented_commands_reach_the_daemon(stack: Stack) -> None:
     [line] = documented("guides/respond-to-an-alert.md", "tidegate() { docker ")
     # The older compose is a command of its own, and here is no terminal.
     script = line.replace("docker compose exec", "docker-compose exec -T") + "\n"
-    for command in ("tidegate status", "tidegate knobs get demo", "tidegate history --run demo"):
-        assert "demo" in stack.shell(script + command)
+    for command, said in (("status", "demo"), ("knobs get demo", "stride"), ("history --run demo", "@trainer")):
+        assert said in stack.shell(f"{script}tidegate {command}")
     assert "operate" in stack.shell("docker-compose exec -T daemon tidegate token list")
 
 
@@ -122,6 +122,8 @@ def test_prometheus_has_all_targets_up_and_the_rules(stack: Stack) -> None:
         return {row["labels"]["instance"]: row["health"] for row in prometheus.ask("targets")["activeTargets"]}
 
     until(lambda: stack.prometheus(up) == {"trainer:9464": "up", "daemon:8790": "up"}, "all targets up", 60)
+    series = 'tidegate_steps_total{run="demo",rank="0",host="trainer"}'
+    until(lambda: stack.prometheus(lambda prometheus: prometheus.query(series)), "the run's metrics", 60)
     rules = stack.prometheus(lambda prometheus: prometheus.ask("rules"))["groups"]
     assert "TidegateUpdateStalled" in {rule["name"] for group in rules for rule in group["rules"]}
     managers = stack.prometheus(lambda prometheus: prometheus.ask("alertmanagers"))["activeAlertmanagers"]
