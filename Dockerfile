@@ -34,15 +34,17 @@ ENTRYPOINT ["tidegate"]
 FROM base AS packages
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
+# The base image's pip installs into this environment, also in images that are built on these.
+ENV PIP_PYTHON=/opt/tidegate/bin/python
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# Versions are what the wheel asks for. pip stays outside. What only builds and tests of packages need goes: tests,
-# headers, maps of scripts, and the parts of Arrow for servers that nothing here speaks to.
+# Versions are what the wheel asks for. What only tests of packages need goes, and maps of scripts, and Arrow's headers
+# and its parts for servers that nothing here speaks to.
 # hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python -m venv --without-pip /opt/tidegate \
     && wheel=$(echo /wheels/tidegate-*.whl) \
-    && pip --python /opt/tidegate/bin/python install --no-cache-dir "${wheel}[daemon,dashboard]" \
-    && find /opt/tidegate/lib -depth -type d \( -name tests -o -name include \) -exec rm -r {} + \
+    && pip install --no-cache-dir "${wheel}[daemon,dashboard]" \
+    && find /opt/tidegate/lib -depth -type d \( -name tests -o -path '*/pyarrow/include' \) -exec rm -r {} + \
     && find /opt/tidegate/lib -type f \
        \( -name '*.map' -o -path '*/pyarrow/*_flight*' -o -path '*/pyarrow/*_s3*' \) -delete
 
@@ -60,13 +62,13 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-# Of torch, headers and programs of tests go, too: no C++ compiler is here. Triton keeps its headers.
+# Of torch, programs of tests go, too. Its headers stay, for extensions that others build.
 # hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     wheel=$(echo /wheels/tidegate-*.whl) \
-    && pip --python /opt/tidegate/bin/python install --no-cache-dir "${wheel}[demo]" \
+    && pip install --no-cache-dir "${wheel}[demo]" \
     && find /opt/tidegate/lib -depth -type d \
-       \( -name tests -o -path '*/torch/include' -o -path '*/torch/test' \) -exec rm -r {} + \
+       \( -name tests -o -path '*/torch/test' \) -exec rm -r {} + \
     && find /opt/tidegate/lib -type f -path '*/torch/bin/*' ! -name torch_shm_manager -delete
 # What Triton compiles is loaded from here: a file system that forbids execution, as Docker's tmpfs does, will not do.
 ENV TRITON_CACHE_DIR=/var/cache/tidegate/triton

@@ -58,6 +58,10 @@ def test_images_are_ours_and_small(stack: Stack) -> None:
         run = ("run", "--rm", "--read-only", "--tmpfs", "/tmp", "--entrypoint", "python", name, "-c")
         has = "from importlib.util import find_spec as f; print([n for n in ('torch', 'pip', 'streamlit') if f(n)])"
         assert stack.docker(*run, has).strip() == str(["torch", "streamlit"] if torch else ["streamlit"])
+        # pip of the base image installs into this environment: an image that is built on this one needs no other.
+        listed = stack.docker("run", "--rm", "--entrypoint", "pip", name, "list")
+        assert "streamlit " in listed
+        assert ("torch " in listed) is torch
         # The parts of Arrow that are gone are not missed: a table goes to Arrow, to a file and back.
         assert stack.docker(*run, THROUGH_ARROW).strip() == "3.5"
 
