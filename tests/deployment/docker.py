@@ -131,10 +131,13 @@ def docker() -> Iterator[Docker]:
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     made: Docker | None = None
     try:
-        until(lambda: holder.poll() is not None or (folder / "socket").exists(), "Docker's socket", 30)
-        assert holder.poll() is None, f"Docker's daemon did not start, {holder.returncode}"
-        made = Docker(folder, holder)
-        until(lambda: made.run("version").returncode == 0, "Docker's daemon", 30)
+        try:
+            until(lambda: holder.poll() is not None or (folder / "socket").exists(), "Docker's socket", 30)
+            made = Docker(folder, holder)
+            until(lambda: made.run("version").returncode == 0, "Docker's daemon", 30)
+        except AssertionError as error:
+            error.add_note((folder / "log").read_text()[-4000:])
+            raise
         yield made
     finally:
         if made is not None:

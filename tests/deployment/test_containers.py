@@ -186,8 +186,11 @@ def test_an_upgrade_keeps_the_volumes(stack: Stack) -> None:
 def test_an_alert_comes_back_to_the_daemon_with_its_token(stack: Stack) -> None:
     stack.docker("kill", stack.container("trainer"))
     stack.say("a rank is gone: the alert, through Prometheus and Alertmanager")
-    names = lambda: {alert.alert for alert in stack.ask(lambda client: client.alerts("demo"))}  # noqa: E731
-    until(lambda: "TidegateAllAgentsLost" in names(), "the alert at the daemon", 120)
+
+    def arrived() -> bool:
+        return "TidegateAllAgentsLost" in {alert.alert for alert in stack.ask(lambda client: client.alerts("demo"))}
+
+    until(arrived, "the alert at the daemon", 120)
 
 
 def test_the_demo_trains_to_its_end(stack: Stack) -> None:

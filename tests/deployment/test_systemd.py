@@ -66,7 +66,7 @@ def machine(stack: Stack) -> Machine:
         word for one in ("seccomp", "apparmor", "systempaths") for word in ("--security-opt", f"{one}=unconfined")
     ]
     words += [word for place in ("/run", "/run/lock", "/tmp:exec") for word in ("--tmpfs", place)]
-    words += ["--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw", "--env", "container=docker"]
+    words += ["--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw", "--cgroupns", "host", "--env", "container=docker"]
     stack.docker("run", "--detach", "--name", "machine", *words, image)
     made = Machine(stack)
     until(lambda: made.run("systemctl", "is-system-running").stdout.strip() == "running", "systemd", 30)
