@@ -30,8 +30,8 @@ ALONE := alone and not ($(ELSEWHERE))
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf "  make %-12s the quick tests of one part, PART being one of\n%17s %s\n" test-PART "" "$(PARTS)"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf "  make %-15s the quick tests of one part, PART being one of\n%20s %s\n" test-PART "" "$(PARTS)"
 
 .PHONY: venv
 venv: $(VENV)/created ## make the environment .venv
@@ -134,11 +134,15 @@ wheels: $(VENV)/wheels ## build wheels into dist/: for all Python versions with 
 .PHONY: torture soak
 torture: MARK := torture
 torture: SLURM := slurmctld slurmd slurm-client
-torture: $(VENV)/test system ## kill it, damage its files, attack it with requests and daemons; minutes
+torture: $(VENV)/test engine ## kill it, damage its files, attack it with requests and daemons; minutes
 	@$(run_marked)
 soak: MARK := soak
 soak: $(VENV)/test system ## train for a long time and look for leaks
 	@$(run_marked)
+
+.PHONY: test-containers
+test-containers: $(VENV)/test engine ## build the images, run all services and the units in containers; minutes
+	@$(call timed,$(BIN)/pytest -m torture --timeout 0 $(PYTEST_ARGS) tests/deployment)
 
 # pytest ends with 5 when it has collected no test.
 define run_marked
@@ -164,15 +168,30 @@ system:
 	  command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
 	  command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \
 	fi; \
-	if [ -z "$$missing" ]; then exit 0; fi; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "installing$$missing"; \
-	  export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
-	  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; } || \
-	    echo "could not install$$missing; the tests that need them will fail" >&2; \
-	else \
-	  echo "missing:$$missing. Install them, or the tests that need them will fail." >&2; \
-	fi
+	$(install)
+
+# What builds and runs containers. The tests start a Docker of their own, in namespaces.
+.PHONY: engine
+engine: system
+	@missing=; \
+	command -v dockerd >/dev/null || missing="$$missing docker.io"; \
+	command -v docker-compose >/dev/null || missing="$$missing docker-compose"; \
+	command -v debootstrap >/dev/null || missing="$$missing debootstrap"; \
+	command -v iptables >/dev/null || missing="$$missing iptables"; \
+	$(install)
+
+# Installs $$missing as root, and says what is missing as anybody else.
+define install
+if [ -z "$$missing" ]; then exit 0; fi; \
+if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+  echo "installing$$missing"; \
+  export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
+  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $$missing >/dev/null; } || \
+    echo "could not install$$missing; the tests that need them will fail" >&2; \
+else \
+  echo "missing:$$missing. Install them, or the tests that need them will fail." >&2; \
+fi
+endef
 
 .PHONY: clean
 clean: ## remove the environment and everything that was built

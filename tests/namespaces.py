@@ -42,7 +42,7 @@ class Host:
     _thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, initializer=_enter, initargs=(self.space,))
+        self._thread = ThreadPoolExecutor(1, initializer=enter, initargs=(f"/run/netns/{self.space}",))
 
     def start(self, command: list[str], log: Path, **more: Any) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
@@ -97,12 +97,12 @@ def switched(*names: str) -> Iterator[Switch]:
             _ip("netns", "del", space, check=False)
 
 
-def _enter(space: str) -> None:
-    """Moves this thread, and no other, to the namespace."""
+def enter(network: str) -> None:
+    """Moves this thread, and no other, to the network namespace that is this file."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{space}") as file:
+    with open(network) as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {space}")
+            raise OSError(ctypes.get_errno(), f"setns {network}")
 
 
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -164,6 +164,7 @@ def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     except OSError as error:
         raise DaemonError(f"The daemon's address cannot be written to {path}: {unwritable(error)}.") from error
     print(f"Tidegate daemon at {url}, state in {settings.home}.", flush=True)
+    _tell_systemd()
     if not settings.tls_certificate and not is_loopback(host):
         log.warning("tokens cross the network unencrypted: give --tls-certificate, or put a TLS proxy in front")
     try:
@@ -171,3 +172,10 @@ def _announced(settings: Settings, listener: socket.socket) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # the directory may be gone
             path.unlink()
+
+
+def _tell_systemd() -> None:
+    """Reports to systemd that the daemon listens and that its tokens are written (`Type=notify`); else does nothing."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+            notified.sendto(b"READY=1", address.replace("@", "\0", 1) if address.startswith("@") else address)

@@ -127,7 +127,7 @@ class Engine:
         hosts = "".join(f"{self.address(name)} {name}\n" for name in self.names)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         said = [
-            f"hostname {service.name}",
+            f"hostname {service.raw.get('hostname', 'made-up-by-docker')}",
             f"mount -t overlay overlay -o lowerdir=/,upperdir={folder}/upper,workdir={folder}/work {root}",
             f"mount --rbind /proc {root}/proc",
             f"mount --rbind /dev {root}/dev",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.deployment.compose import COMPOSE, DOCKERFILE, Service, compose, on_host
 from tests.services import ROOT, Prometheus, free_port, program, until
+from tidegate.client.state_files import home_of
 
 DEPLOY = ROOT / "deploy"
 PROVISIONING = ROOT / "grafana" / "provisioning"
@@ -159,9 +161,7 @@ def test_the_dockerfile_has_no_lint() -> None:
 def test_images_do_not_run_as_root_and_their_base_has_a_version() -> None:
     text = DOCKERFILE.read_text()
     assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-\w+$", text, flags=re.MULTILINE)
-    assert set(re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)) == {
-        "${PYTHON_IMAGE}", "packages-control", "base",
-    }  # fmt: skip
+    assert set(re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)) == {"${PYTHON_IMAGE}", "base", "packages"}
     for name in ("control", "trainer"):
         assert "useradd --uid 10001 " in image(name), "it begins with the base"
         users = re.findall(r"^USER (\S+)$", image(name), flags=re.MULTILINE)
@@ -222,6 +222,23 @@ def test_the_options_of_a_unit_are_known(unit: Path) -> None:
     options = re.findall(r"--[\w-]+", start[2])
     assert options
     assert all(option in known for option in options)
+
+
+def test_systemd_is_told_when_the_daemon_listens(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd" / "tidegate-daemon.service").read_text()
+    assert "\nType=notify\n" in unit
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0tidegate-test-" + tmp_path.name + str(os.getpid()))
+        manager.settimeout(120)
+        command = [sys.executable, "-m", "tidegate", "daemon", "--port", "0", "--state-dir", str(tmp_path)]
+        address = "@" + manager.getsockname()[1:].decode()
+        process = subprocess.Popen(command, env={**os.environ, "NOTIFY_SOCKET": address}, stdout=subprocess.DEVNULL)
+        try:
+            assert manager.recv(100) == b"READY=1"
+            assert (home_of(tmp_path) / "operate.token").exists()
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 def test_kubernetes_relabelling_gives_the_labels_that_rules_ask_for(tmp_path: Path) -> None:
