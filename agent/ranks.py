@@ -12,6 +12,7 @@ from typing import Final, Self, TypeVar
 
 import torch
 
+from tidegate.agent.cgroups import usable_cpus
 from tidegate.errors import ConfigError
 from tidegate.logs import event
 
@@ -47,15 +48,16 @@ def ranks_of_host() -> int:
 
 
 def cpu_lane_threads() -> int:
-    """Number of threads for the CPU lane of this rank, at least 1: the cores that the process may use, minus one for
-    each training thread on these cores.
+    """Number of threads for the CPU lane of this rank, at least 1: the cores that the process may use, or as many as
+    its quota of CPU time is worth, minus one for each training thread on these cores.
 
     The cores of a host are not divided among its ranks. Threads without work sleep, so that a rank which waits for a
     path or its device leaves the cores to the others; when all ranks compute, the kernel divides the time. A rank that
     a launcher has bound to cores of its own uses only these.
     """
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores - (ranks_of_host() if cores == os.cpu_count() else 1))
+    cores, allowed = usable_cpus(), len(os.sched_getaffinity(0))
+    is_bound = cores == allowed < (os.cpu_count() or 1)
+    return max(1, cores - (1 if is_bound else ranks_of_host()))
 
 
 def ranks_that_share_host() -> int:

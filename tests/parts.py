@@ -19,7 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "kernels": ("kernels/**/test_*.py", "rules/**/test_*.py"),
     "engine": (
-        "agent/test_cleanup.py", "agent/devices/**/test_*.py", "agent/engine/**/test_*.py",
+        "agent/test_cgroups.py", "agent/test_cleanup.py", "agent/devices/**/test_*.py", "agent/engine/**/test_*.py",
         "agent/gradients/**/test_*.py", "agent/optimizer/**/test_*.py", "agent/parameters/**/test_*.py",
         "bench/test_gpu*.py", "gpu/**/test_*.py",
     ),

@@ -14,7 +14,6 @@ import torch
 from tidegate.agent.calibration.dispatch_overhead import op_overhead_seconds, step_seconds
 from tidegate.agent.calibration.hardware import (
     PathLike,
-    available_cpus,
     hardware,
     last_level_cache_bytes,
     settings_of,
@@ -22,10 +21,10 @@ from tidegate.agent.calibration.hardware import (
 from tidegate.agent.calibration.lane_loads import BYTES_PER_PARAM, NORM, STATE_BYTES, cpu_load, device_loads, path_loads
 from tidegate.agent.calibration.lane_rates import LaneThroughput, Load, MeasurementRound, measure, medians, rate
 from tidegate.agent.calibration.step_timing import engine_steps
+from tidegate.agent.cgroups import host_available_bytes, usable_cpus
 from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.cuda import CudaDevice
 from tidegate.agent.devices.cuda_torch import TorchCuda
-from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.file_path import StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
@@ -201,7 +200,7 @@ def _card(
 def _cpu_rates_by_threads(numel: int, seconds: float, excluded: int, progress: Progress) -> dict[int, float]:
     """Measures the update on the CPU with 1, 2, 4, … threads and with one thread per CPU; the number `excluded` is left
     out. Returns parameters per second by number of threads."""
-    cpus = available_cpus()
+    cpus = usable_cpus()
     counts = {cpus, *(2**power for power in range(cpus.bit_length()) if 2**power <= cpus)} - {excluded}
     found: dict[int, float] = {}
     for threads in sorted(counts):

@@ -11,16 +11,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from tidegate.agent.cgroups import usable_cpus
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.kernels import instruction_set
 from tidegate.knobs.setting_checks import check_directory
 
 PathLike = str | os.PathLike[str] | PathSettings
-
-
-def available_cpus() -> int:
-    """Number of CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def last_level_cache_bytes(sys: Path = Path("/sys")) -> int:
@@ -53,7 +49,7 @@ def hardware(paths: Mapping[str, PathLike] | None = None) -> dict[str, str]:
     properties = {
         "host": platform.node(),
         "cpu": _cpu_model(),
-        "cpus": str(available_cpus()),
+        "cpus": str(usable_cpus()),
         "memory_gib": str(round(psutil.virtual_memory().total / 2**30)),
         "instruction_set": instruction_set(),
     }

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import torch
 
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.checkpoints.background import PendingCheckpoint, UnpublishedPart, remove_part, warn_not_removed
 from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from tidegate.agent.checkpoints.discovery import list_checkpoints
@@ -34,7 +35,6 @@ from tidegate.agent.checkpoints.snapshot import StateSource
 from tidegate.agent.checkpoints.spare_files import SpareFiles
 from tidegate.agent.checkpoints.state_copies import BackgroundCopies, StateCopies, file_name
 from tidegate.agent.checkpoints.writer_lock import WriterLock
-from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.ranks import Ranks
 from tidegate.agent.tiers.tier_store import TierStore

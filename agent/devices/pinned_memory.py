@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
-import psutil
 import torch
 
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.cleanup import close_all
 from tidegate.errors import MemoryBudgetError
 from tidegate.kernels import fill
@@ -39,7 +39,6 @@ other."""
 
 TOUCH_THREADS: Final = 8
 """Maximum number of threads that zero new memory at the same time."""
-CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class Pinner(Protocol):
@@ -229,18 +228,6 @@ def map_pages(size: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
         with suppress(OSError):  # an old kernel, or one without huge pages
             memory.madvise(advice)
     return memory
-
-
-def host_available_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory in bytes that this process can still use: free memory of the machine, or of its container if that is
-    less."""
-    available = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(rows.get("inactive_file", 0)))
-    return max(available, 0)
 
 
 def near_cpus(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int]:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.devices.base import Copy, Device
-from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine.buffers import HostBuffers
 from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes
 from tidegate.agent.parameters.subgroups import Layout

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import KnobError
 from tidegate.plan.effective_knobs import EffectiveKnobs

@@ -15,9 +15,9 @@ from typing import Final, Literal
 
 import torch
 
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Copy, Device, Event
-from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.parameters.subgroups import GRAD_DTYPES, flat, grad_dtype_of
 from tidegate.errors import MemoryBudgetError
 from tidegate.kernels import ThreadPool, accumulate

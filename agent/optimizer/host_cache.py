@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.gradients.accumulation import host_bytes
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.parameters.subgroups import Layout

@@ -46,8 +46,8 @@ class Offload:
     subgroup_numel: size of a subgroup, at least 1 (parameters; default 100_000_000).
     num_slots: staging slots on the device, each a buffer for the state of one subgroup, at least 1; two or more let
         copies in, updates and copies out overlap (count; default 2).
-    cpu_threads: threads of the CPU lane; 0 for all cores except one for the training thread of each rank on the host
-        (count; default 0).
+    cpu_threads: threads of the CPU lane; 0 for all cores (or as many as the quota of a container or batch job is worth)
+        except one for the training thread of each rank on the host (count; default 0).
     device: "auto" uses the emulated device if there is no GPU; "emulated" always does (word; default "auto").
     device_memory_bytes: capacity of the emulated device; 0 for four times the bytes of the weights, plus the state
         (bytes; default 0).

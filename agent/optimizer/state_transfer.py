@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer import state_dicts
 from tidegate.agent.optimizer.state_dicts import ParamState

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.parameters.subgroups import Segment, flat

@@ -10,9 +10,9 @@ import pytest
 
 import tidegate
 from tests.agent.training import Training
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.control import tuning as tuning_module
 from tidegate.agent.devices.emulated import EmulatedDevice
-from tidegate.agent.devices.pinned_memory import host_available_bytes
 from tidegate.agent.engine import memory_budget as memory_module
 from tidegate.agent.optimizer import host_cache as cache_module
 from tidegate.agent.telemetry.recorder import Recorder

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tidegate.agent.devices import pinned_memory
-from tidegate.agent.devices.pinned_memory import PinnedPool, host_available_bytes, near_cpus
+from tidegate.agent.devices.pinned_memory import PinnedPool, near_cpus
 from tidegate.errors import MemoryBudgetError
 
 PAGE = mmap.PAGESIZE
@@ -148,13 +148,3 @@ def test_the_cpus_next_to_a_gpu(tmp_path: Path) -> None:
     assert near_cpus("0000:3b:00.0", machine(tmp_path / "b", 1, "0")) == frozenset(), "one node: all CPUs are alike"
     assert near_cpus("0000:3b:00.0", machine(tmp_path / "c", 2, "-1")) == frozenset(), "the firmware does not say"
     assert near_cpus("0000:ff:00.0", machine(tmp_path / "d", 2, "1")) == frozenset()
-
-
-def test_memory_of_a_container_counts(tmp_path: Path) -> None:
-    whole = host_available_bytes(tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("600\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 40\n")
-    assert host_available_bytes(tmp_path) == pytest.approx(whole, rel=0.2)
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert host_available_bytes(tmp_path) == 440

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.tiers.faults import Snapshot, lives, store_of, train, training
-from tidegate.agent.devices.pinned_memory import host_available_bytes
+from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.engine import memory
 from tidegate.agent.tiers import file_path
 from tidegate.agent.tiers.file_path import PathSettings
