@@ -21,6 +21,11 @@ class AppliedKnobs:
         """Generation of the knobs in force; 0 for those that the optimizer was built with."""
         return self.since[-1][0]
 
+    @property
+    def has_decided(self) -> bool:
+        """Whether knobs of the daemon were applied or refused before."""
+        return self._decided is not None
+
     def decide(self, committed: CommittedKnobs) -> bool:
         """Whether these knobs are new here: they were neither applied nor refused. To be called once for each."""
         is_new, self._decided = committed.decision != self._decided, committed.decision

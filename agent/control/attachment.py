@@ -32,6 +32,7 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.rank_metrics import RankMetrics
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
+from tidegate.knobs.knobs import PATH_KNOBS, same, show
 from tidegate.logs import event
 from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.wire.agent import AgentHello, AgentReport
@@ -267,13 +268,34 @@ class Attachment:
         committed: the newest committed knobs that this rank knows; None if it knows none.
         generation: the generation that all ranks agreed on.
         """
-        if committed is None or generation != committed.generation or not self._applied.decide(committed):
+        if committed is None or generation != committed.generation:
             return
-        if committed.knobs != self._optimizer.knobs and not self._apply(committed):
+        is_first = not self._applied.has_decided
+        if not self._applied.decide(committed):
             return
+        if committed.knobs != self._optimizer.knobs:
+            if is_first:
+                self._warn_of_other_knobs(committed)
+            if not self._apply(committed):
+                return
         self._applied.record(generation, next_step)
         if self.link is not None:
             self.link.applied(generation, next_step)
+
+    def _warn_of_other_knobs(self, committed: CommittedKnobs) -> None:
+        """Warns that the run has other knobs than the script: those that were set before this process began."""
+        kept, script = committed.knobs.as_dict(), self._optimizer.knobs.as_dict()
+        others = [name for name, value in script.items() if not same(name, value, kept[name])]
+        if self._optimizer.engine.store is None:
+            others = [name for name in others if name not in PATH_KNOBS]
+        if others:
+            pairs = ", ".join(f"{name}={show(name, kept[name])}, not {show(name, script[name])}" for name in others)
+            log.warning(
+                "run %s goes on with the knobs of its generation %d, which differ from the script's: %s. The script's "
+                "are taken with attach(reset_knobs=True), or under another name of the run.",
+                self.run, committed.generation, pairs,
+                extra=event("knobs_kept", run=self.run, generation=committed.generation, knobs=kept),
+            )  # fmt: skip
 
     def _apply(self, committed: CommittedKnobs) -> bool:
         """Applies committed knobs. False when they cannot work on this rank: that is logged and reported to the

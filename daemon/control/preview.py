@@ -34,6 +34,8 @@ _MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
 """Exceptions that the model may raise if figures that ranks have reported contradict each other, although each figure
 alone is valid."""
 NO_ROOM: Final = "No prediction: the state does not fit with these knobs."
+CHOSEN_BY_RANK: Final = ("stride", "order", "host_cache")
+"""Knobs for which only the rank knows what `auto` will be: it finds out after the change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +182,15 @@ def _preview(
     run: str, generation: int, before: Knobs, after: Knobs, inputs: PredictionInputs | None, *, paths: bool
 ) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
-    now, then = (inputs.predict(knobs) if inputs else None for knobs in (before, after))
+    to_auto = [name for name in CHOSEN_BY_RANK if new.get(name) == AUTO != old.get(name)]
+    now = inputs.predict(before) if inputs else None
+    then = inputs.predict(after) if inputs and not to_auto else None
     # The errors of this predictor for the present knobs; all updates of a run may be predicted as too short, say.
     ratios = [seconds / now.update_seconds for seconds in inputs.measured_seconds] if inputs and now else []
     full = inputs.capacity_shortfall(after) if inputs else ""
     unknown = (inputs and inputs.unknown_policy) or (NO_ROOM if full else NO_RATES)
+    if inputs and to_auto and not full:
+        unknown = f"No prediction: the ranks choose {' and '.join(to_auto)} after the change. A value can be predicted."
     return KnobPreview(
         run=run,
         generation=generation,

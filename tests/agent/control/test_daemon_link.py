@@ -144,8 +144,11 @@ def test_a_daemon_that_comes_later_is_found_and_its_knobs_hold(tmp_path: Path) -
             later.kill()
 
 
-def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(daemon: DaemonProcess) -> None:
+def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     for reset, expected in ((False, 3), (True, 2)):
+        caplog.clear()
         training = Training()
         with training.optimizer, daemon.client() as client:
             attached(training, daemon, reset_knobs=reset)
@@ -157,6 +160,8 @@ def test_after_a_clean_end_the_desired_knobs_wait_for_the_next_start(daemon: Dae
             attached(training, daemon, reset_knobs=reset)
             training.step()
             assert training.optimizer.effective_knobs()["stride"] == expected
+        kept = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "knobs_kept"]
+        assert ["stride=3, not 2." in text for text in kept] == ([] if reset else [True])
     with daemon.client() as client:
         assert client.runs()[0].liveness == "finished"
 
