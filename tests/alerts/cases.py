@@ -380,6 +380,23 @@ CASES: Final[tuple[Case, ...]] = (
         series={_FREE: "2e8x400", _CAPACITY: "1e9x400"},
     ),
     Case(
+        alert="TidegatePathNearlyFull",
+        why="the path is retired: nothing of it is free, and nobody uses it",
+        series={_FREE: "0x400", _CAPACITY: "1e9x400", 'tidegate_path_retired{path="nvme"}': "1x400"},
+    ),
+    Case(
+        alert="TidegatePathRetired",
+        why="its directory is gone",
+        series={'tidegate_path_retired{path="nvme"}': "0x20 1x400"},
+        labels=PLACE,
+        summary="llama on host-1: ranks that have retired path nvme: 1",
+    ),
+    Case(
+        alert="TidegatePathRetired",
+        why="no path failed",
+        series={'tidegate_path_retired{path="nvme"}': "0x400"},
+    ),
+    Case(
         alert="TidegatePathErrors",
         why="one write failed seven minutes ago",
         series={'tidegate_path_errors_total{path="nvme",operation="write"}': "0x20 1x400"},
