@@ -97,6 +97,8 @@ def test_a_service_is_confined_as_the_file_says(stack: Stack, name: str) -> None
 def test_what_is_published_answers_on_the_machine(stack: Stack) -> None:
     for url in ("8790/readyz", "8790/docs", "8501/_stcore/health", "9090/-/ready", "9093/-/ready"):
         assert stack.get(f"http://127.0.0.1:{url}").status_code == 200, url
+    for url in ("http://daemon:8790/readyz", "http://dashboard:8501/_stcore/health"):
+        assert stack.inside("prometheus", "wget", "-q", "-O", "-", url).returncode == 0, "by its name, from a container"
     assert stack.get("http://127.0.0.1:8790/v1/runs").status_code == 401, "a request without a token"
 
 
