@@ -22,6 +22,7 @@ ALL_ROOMS = {"alerts", "conformance", "deployment", "gpu"}
 MAX_LINES = 400
 LONG = {
     "bench/overhead.py": "one measurement, read from top to bottom",
+    "bench/reporting/claims.py": "a table: one entry for each bench",
 }
 """Modules of more than `MAX_LINES` lines, and why. Tests are not counted: a file of tests is one subject's cases."""
 MARKS = ("slow", "hypothesis", "alone", "gpu", "torture", "soak")

@@ -110,10 +110,11 @@ class GradientRouting:
     def stale_copies(self) -> list[int]:
         """Ids of the GRAD_D2H ops (copies of gradients to the host) that ran early and whose gradient has changed
         since. Always empty in mode `release`."""
-        return [
-            op.id for op in self._executor.done_early()
-            if self._runner.copied.get(op.subgroup) != self._gradients.records_of(self._layouts[op.subgroup])
-        ] if self._gradients.mode == "keep" else []  # fmt: skip
+        if self._gradients.mode != "keep":
+            return []
+        copied = self._runner.copied
+        early = [op for op in self._executor.done_early() if op.subgroup in copied]
+        return [op.id for op in early if copied[op.subgroup] != self._gradients.records_of(self._layouts[op.subgroup])]
 
     def end_step(self) -> None:
         """Ends the step. In the next step, gradients are expected in the same order, and each gradient as many times as

@@ -94,8 +94,9 @@ class MemoryRunner:
         self.norm_over_ranks = norm
         self._pool = pool
         self._rule = rule
-        self.copied: dict[int, GradientsRead] = {}
-        """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup."""
+        self.copied: dict[int, GradientsRead | None] = {}
+        """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup. None while a
+        copy is about to read them."""
         self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
         self.outcome: StepOutcome | None = None
@@ -171,10 +172,14 @@ class MemoryRunner:
 
     def _grad_d2h(self, op: Op, layout: Layout) -> IssuedOp:
         size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
+        if self._gradients.mode == "keep":
+            # Before the records are read: a thread that changes records and then finds no entry knows that this copy
+            # reads the changed ones.
+            self.copied.setdefault(layout.id, None)
         taken = self._gradients.records_of(layout)
         if self._gradients.mode == "keep":
             # The copy that this op repeats may still be reading a gradient that has no other reference.
-            for replaced in self.copied.get(layout.id, ()):
+            for replaced in self.copied.get(layout.id) or ():
                 if replaced is not None:
                     self._device.used_by(op.lane, replaced.dense)
             self.copied[layout.id] = taken

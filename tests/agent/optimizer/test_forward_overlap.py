@@ -388,8 +388,8 @@ def test_a_loss_counts_for_the_step_that_it_was_said_before() -> None:
 
 
 def test_an_update_is_predicted_as_long_as_it_is_with_its_tail() -> None:
-    # Of 0.3 s and more, nearly all of it after step() has returned.
-    rates = tidegate.EmulatedRates(h2d_bytes_per_second=1e5, d2h_bytes_per_second=1e5)
+    # Of 0.6 s and more, nearly all of it after step() has returned.
+    rates = tidegate.EmulatedRates(h2d_bytes_per_second=5e4, d2h_bytes_per_second=5e4)
     model, optimizer = overlapped(emulated=rates)
     with optimizer, tidegate.attach(optimizer, model, run="tail") as attachment:
         tidegate.overlap_forward(optimizer, model)
