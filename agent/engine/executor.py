@@ -29,7 +29,7 @@ from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
 from tidegate.agent.engine.plan_execution import IssuedOp, PlanExecution, program_of
 from tidegate.errors import EngineError, LaneStuckError
-from tidegate.kernels.dispatch import Lanes, Outcome, Until
+from tidegate.kernels.dispatch import Lanes, Outcome, ProgramOp, Until
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.timeline.timeline import Span
@@ -78,6 +78,8 @@ class Executor:
         self._watchdog_seconds = watchdog_seconds
         self._lanes = Lanes([lane in self._ahead for lane in lanes])
         self._execution: PlanExecution | None = None
+        self._program: tuple[Plan, list[ProgramOp]] | None = None
+        """The last plan, and its program: most steps have the plan of the step before."""
         self._pid = os.getpid()
         self.closed = False
         self.stuck = False
@@ -115,8 +117,10 @@ class Executor:
         if self.closed:
             raise EngineError("This optimizer is closed: build a new one.")
         assert self._execution is None, "one plan at a time"
+        if self._program is None or self._program[0] is not plan:
+            self._program = plan, program_of(plan, self._names)
         self._execution = PlanExecution(plan)
-        self._lanes.start(program_of(plan, self._names))
+        self._lanes.start(self._program[1])
 
     def gradient_ready(self, subgroups: Iterable[int]) -> None:
         """Opens the gate `gradient` of these subgroups: ops that wait for their gradients may begin. Does nothing
@@ -128,7 +132,7 @@ class Executor:
         be repeated with `step(repeat=…)`; an op that begins later copies the gradients as they are then."""
         execution = self._current()
         copies = execution.plan.of_kind(OpKind.GRAD_D2H)
-        return tuple(op for op in copies if self._lanes.is_begun(execution.places[op.id]))
+        return tuple(op for op in copies if self._lanes.is_begun(execution.plan.places[op.id]))
 
     def step(self, repeat: Collection[int] = ()) -> None:
         """Opens all gates: no op waits for a gradient or for this call any more. `repeat`: ids of gradient copies whose

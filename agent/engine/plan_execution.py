@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from tidegate.agent.devices.base import Event
 from tidegate.kernels.dispatch import Gate, ProgramOp
@@ -34,21 +33,15 @@ class PlanExecution:
     """By number of the run. A lane's thread adds its result before it tells the dispatcher that the op has ended."""
     errors: dict[int, BaseException] = field(default_factory=dict)
 
-    @cached_property
-    def places(self) -> dict[int, int]:
-        """The place of each op in `plan.ops`, by its id."""
-        return {op.id: place for place, op in enumerate(self.plan.ops)}
-
     def places_of(self, ids: Collection[int]) -> list[int]:
         """The places of the ops with these ids."""
-        return [self.places[op] for op in ids]
+        return [self.plan.places[op] for op in ids]
 
 
 def program_of(plan: Plan, lanes: Sequence[str]) -> list[ProgramOp]:
     """The plan as a program for the dispatcher. lanes: names of the dispatcher's lanes, in their order."""
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    places = {op.id: place for place, op in enumerate(plan.ops)}
-    return [_program_op(op, numbers[op.lane], [places[dep] for dep in op.deps]) for op in plan.ops]
+    return [_program_op(op, numbers[op.lane], [plan.places[dep] for dep in op.deps]) for op in plan.ops]
 
 
 def _program_op(op: Op, lane: int, deps: list[int]) -> ProgramOp:

@@ -188,9 +188,12 @@ def _preview(
     # The errors of this predictor for the present knobs; all updates of a run may be predicted as too short, say.
     ratios = [seconds / now.update_seconds for seconds in inputs.measured_seconds] if inputs and now else []
     full = inputs.capacity_shortfall(after) if inputs else ""
-    unknown = (inputs and inputs.unknown_policy) or (NO_ROOM if full else NO_RATES)
-    if inputs and to_auto and not full:
-        unknown = f"No prediction: the ranks choose {' and '.join(to_auto)} after the change. A value can be predicted."
+    reasons = [inputs.unknown_policy if inputs else NO_RATES, NO_ROOM if full else ""]
+    if to_auto:
+        reasons.append(
+            f"No prediction: the ranks choose {' and '.join(to_auto)} after the change. A value can be predicted."
+        )
+    unknown = next((reason for reason in reasons if reason), NO_RATES)
     return KnobPreview(
         run=run,
         generation=generation,

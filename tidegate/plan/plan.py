@@ -74,6 +74,11 @@ class Plan:
         return {op.id: op for op in self.ops}
 
     @cached_property
+    def places(self) -> dict[int, int]:
+        """The place of each op in `ops`, by its id."""
+        return {op.id: place for place, op in enumerate(self.ops)}
+
+    @cached_property
     def lane_names(self) -> tuple[str, ...]:
         """The lanes of this plan: h2d, d2h, cpu and device, then for each path one lane that reads and one that
         writes."""
