@@ -88,7 +88,8 @@ def _next(context: PageContext) -> None:
     if fires.problem:
         unknown = [f"What fires is not known in full: {fires.problem}", *unknown]
     if first is None:
-        _nothing(unknown)
+        if unknown or not found.refused:  # the banner of refused agents says what to do
+            _nothing(unknown)
         return
     with st.container(horizontal=True, vertical_alignment="center", key="next"):
         how_bad = "lost" if first.urgency <= triage.FIRING else "stale"

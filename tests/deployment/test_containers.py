@@ -153,7 +153,7 @@ def test_a_daemon_that_crashes_is_started_again_and_has_lost_nothing(stack: Stac
 def test_a_daemon_that_was_killed_by_hand_stays_down_until_it_is_started(stack: Stack) -> None:
     before, step = generations(stack), of_run(stack).step
     stack.docker("kill", stack.container("daemon"))
-    time.sleep(5)
+    time.sleep(5)  # where Docker starts a container again, it does so within a second
     assert stack.state("daemon")["Status"] == "exited"
     assert stack.state("trainer")["Status"] == "running", "no daemon stops a training"
     stack.up("daemon")

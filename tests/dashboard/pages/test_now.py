@@ -297,7 +297,9 @@ def test_agents_that_are_refused_are_named_with_and_without_a_run(daemon: Daemon
     said = "Agents at 127.0.0.1 are refused, because they send no token"
     assert said in text(page("now"))
     Agent(daemon).train(1)
-    assert said in text(page("now"))
+    shown = text(page("now"))
+    assert said in shown
+    assert "Nothing to do." not in shown
 
 
 def test_the_start_page_goes_on_to_now_and_an_old_address_to_its_run(daemon: Daemon) -> None:
