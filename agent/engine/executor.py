@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Final, Protocol
 
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Event
@@ -34,8 +34,8 @@ from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.timeline.timeline import Span
 
-LOOK_SECONDS = 0.1
-"""How often a thread that waits for ops looks for a Ctrl-C, and whether a lane is stuck."""
+POLL_SECONDS: Final = 0.1
+"""Interval at which a thread that waits for ops handles signals (Ctrl-C) and checks whether a lane is stuck."""
 
 
 class StepSkipped(Exception):
@@ -226,7 +226,7 @@ class Executor:
 
     def _wait(self, until: Until, numbers: Sequence[int] = ()) -> None:
         execution = self._current()
-        while not self._lanes.wait(until, list(numbers), LOOK_SECONDS):
+        while not self._lanes.wait(until, list(numbers), POLL_SECONDS):
             self._check_watchdog(execution)
 
     def _current(self) -> PlanExecution:
