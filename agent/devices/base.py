@@ -20,6 +20,7 @@ from tidegate.kernels import ThreadPool
 from tidegate.kernels.arithmetic.device_calls import GradRef as GradRef
 from tidegate.kernels.arithmetic.device_calls import Update
 from tidegate.kernels.arithmetic.implementation import Implementation
+from tidegate.kernels.dispatch import Task
 from tidegate.wire.base import DeviceKind
 
 
@@ -116,6 +117,9 @@ class Device(Protocol):
         called before `tensor` is dropped."""
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event: ...
+
+    def copy_task(self, lane: str, copies: Sequence[Copy]) -> Task | None:
+        """The same copy as a task that needs no interpreter; None if `copy` must be called."""
 
     def update(self, runs: Sequence[UpdateRun]) -> Event: ...
 

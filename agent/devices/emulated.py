@@ -20,6 +20,7 @@ from tidegate.agent.devices.adopted_tensors import AdoptedTensors
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
+from tidegate.kernels.dispatch import Task, copy_task
 from tidegate.knobs.setting_checks import check_number
 from tidegate.plan.ops import D2H, H2D
 from tidegate.wire.base import DeviceKind
@@ -172,12 +173,20 @@ class EmulatedDevice:
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event:
         start = time.monotonic()
         for one in copies:
-            on_device, on_host = (one.dst, one.src) if lane == H2D else (one.src, one.dst)
-            self._require_device(on_device, one.nbytes, lane)
-            self._require_host(on_host, one.nbytes, lane)
+            self._check_copy(lane, one)
             copy(one.dst, one.src, one.nbytes)
-        rate = self.rates.d2h_bytes_per_second if lane == D2H else self.rates.h2d_bytes_per_second
-        return self._pace(start, sum(one.nbytes for one in copies) / rate)
+        return self._pace(start, sum(one.nbytes for one in copies) / self._copy_rate(lane))
+
+    def copy_task(self, lane: str, copies: Sequence[Copy]) -> Task | None:
+        try:
+            for one in copies:
+                self._check_copy(lane, one)
+        except DeviceAccessError:
+            return None  # `copy` raises it, in the lane
+        return copy_task([(one.dst, one.src, one.nbytes) for one in copies], self._copy_rate(lane))
+
+    def _copy_rate(self, lane: str) -> float:
+        return self.rates.d2h_bytes_per_second if lane == D2H else self.rates.h2d_bytes_per_second
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         start = time.monotonic()
@@ -217,6 +226,12 @@ class EmulatedDevice:
         if remaining > 0:
             time.sleep(remaining)
         return DoneEvent(start, time.monotonic())
+
+    def _check_copy(self, lane: str, one: Copy) -> None:
+        """Raises DeviceAccessError unless one address is on the device and the other one is not."""
+        on_device, on_host = (one.dst, one.src) if lane == H2D else (one.src, one.dst)
+        self._require_device(on_device, one.nbytes, lane)
+        self._require_host(on_host, one.nbytes, lane)
 
     def _require_device(self, address: int, nbytes: int, lane: str) -> None:
         """Raises DeviceAccessError unless all bytes are on the device. `lane`: name for the message."""

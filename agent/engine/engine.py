@@ -22,6 +22,7 @@ from tidegate.agent.engine.gradient_routing import GradientRouting, GradientSour
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs, StepOutcome
 from tidegate.agent.engine.plan_in_flight import PlanInFlight
+from tidegate.agent.engine.prepared_ops import OpPreparer
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.step_planner import StepPlanner
 from tidegate.agent.engine.usability import Usability
@@ -88,6 +89,7 @@ class Engine:
         self.gradients = Gradients(device, params, self.layouts, mode, early, sums)
         self.weights = WeightEdits(device, self.memory, self.shards)
         self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, norm, self._pool, rule)
+        self._preparer = OpPreparer(device, self.memory, self._runner, self._pool, rule)
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]
         self._executor = Executor(
             self._runner,
@@ -160,7 +162,7 @@ class Engine:
         self.routing.begin_plan(plan, room_bytes)
         # State is copied into memory that the framework may still use, and weights are copied to their mirrors.
         self._order_after_framework(H2D, D2H)
-        self._executor.start(plan)
+        self._executor.start(plan, self._preparer.before_step(plan))
         return PlanInFlight(plan, effective, time.monotonic())
 
     def stage(self) -> None:
@@ -199,12 +201,13 @@ class Engine:
         flight = self._in_flight()
         with self._failing():
             self.num_updates_begun += 1
-            self._runner.outcome = flight.outcome = outcome = StepOutcome(inputs)
+            self._runner.outcome = flight.outcome = outcome = StepOutcome(inputs, self.gradients.present)
             if self.store is not None:
                 self.store.step += 1
             # All other writes of an update come after NORM, which this lane and the host wait for.
             self._order_after_framework(DEVICE)
             self._executor.step(repeat=self.routing.stale_copies())
+            self._executor.prepare(self._preparer.in_step(flight.plan))
             goes_on = self._executor.wait_for_norm()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None

@@ -3,7 +3,8 @@ enqueued on the device) and its gate is open. The gate `gradient` of a subgroup 
 the gate `step` when `step()` is called.
 
 A native state machine (`kernels/src/dispatcher.h`) decides which op a lane begins next. A lane has one thread, which
-waits there for its next op without the interpreter lock. A lane that runs ahead (a lane of a storage path) has two
+waits there for its next op without the interpreter lock. It also runs ops that have a task there (`PreparedOp`): so a
+lane needs no interpreter while its ops have tasks. A lane that runs ahead (a lane of a storage path) has two
 threads, which take turns: while one thread waits for its op, the other issues the next op, if the dependencies of that
 op allow it. So the queue of a disk is not empty while a Python thread waits for a core. Ops of such a lane begin in
 order and end in order: an op that is done early counts as running until all ops before it are done, too. Any other
@@ -19,17 +20,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, Protocol
 
 from tidegate.agent.cleanup import close_all
-from tidegate.agent.devices.base import Event
+from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
-from tidegate.agent.engine.plan_execution import IssuedOp, PlanExecution, program_of
+from tidegate.agent.engine.plan_execution import IssuedOp, PlanExecution, PreparedOp, program_of
 from tidegate.errors import EngineError, LaneStuckError
-from tidegate.kernels.dispatch import Lanes, Outcome, ProgramOp, Until
+from tidegate.kernels.dispatch import How, Lanes, Outcome, ProgramOp, Until
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.timeline.timeline import Span
@@ -94,8 +96,10 @@ class Executor:
             for number, lane in enumerate(lanes)
             for turn in range(2 if lane in self._ahead else 1)
         ]
+        self._in_use: list[OpRunner] = []
+        """The runner, while there is a plan: its tasks use the runner's memory."""
         # When the executor is collected, its threads end.
-        weakref.finalize(self, self._lanes.close).atexit = False
+        weakref.finalize(self, _end_lanes, self._lanes, self._in_use).atexit = False
         for thread in self._threads:
             thread.start()
         stop_at_exit(self)
@@ -111,16 +115,25 @@ class Executor:
         be called from any thread."""
         return self._lanes.is_done
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, prepared: Mapping[int, PreparedOp] | None = None) -> None:
         """Starts `plan`. Ops without a gate may begin at once; the others wait for a gradient or for `step`. Raises
-        EngineError if this executor is closed."""
+        EngineError if this executor is closed.
+
+        prepared: ops that lanes run without the interpreter, by id.
+        """
         if self.closed:
             raise EngineError("This optimizer is closed: build a new one.")
         assert self._execution is None, "one plan at a time"
         if self._program is None or self._program[0] is not plan:
             self._program = plan, program_of(plan, self._names)
         self._execution = PlanExecution(plan)
-        self._lanes.start(self._program[1])
+        self._in_use.append(self._runner)
+        self._lanes.start(self._program[1], self._execution.prepare(prepared or {}))
+
+    def prepare(self, ops: Mapping[int, PreparedOp]) -> None:
+        """Lets lanes run these ops of the plan without the interpreter, by id. Those that have begun are run by the op
+        runner."""
+        self._lanes.arm(self._current().prepare(ops))
 
     def gradient_ready(self, subgroups: Iterable[int]) -> None:
         """Opens the gate `gradient` of these subgroups: ops that wait for their gradients may begin. Does nothing
@@ -154,7 +167,9 @@ class Executor:
         wanted = execution.places_of(ops)
         self._wait(Until.ISSUED, wanted)
         self._raise_failure(execution)
-        events = dict(self._lanes.issued)
+        issued = self._lanes.issued
+        execution.add_results(issued, self._lanes.results)
+        events = dict(issued)
         return [execution.runs[events[place]].event for place in wanted if place in events]
 
     def wait_until_ready_ops_issued(self, lanes: Collection[str]) -> None:
@@ -174,6 +189,7 @@ class Executor:
         self._wait(Until.DONE)
         issued, skipped = self._lanes.issued, self._lanes.is_skipped
         try:
+            execution.complete(issued, self._lanes.results)
             self._raise_failure(execution)
         except BaseException:
             _wait_after_failure(execution, issued)
@@ -191,6 +207,7 @@ class Executor:
         self._lanes.drop()
         self._wait(Until.IDLE)
         issued = self._lanes.issued
+        execution.complete(issued, self._lanes.results)
         self._forget()
         return tuple(self._spans(execution, issued))
 
@@ -235,6 +252,7 @@ class Executor:
 
     def _forget(self) -> None:
         self._lanes.forget()
+        self._in_use.clear()
         self._execution = None
 
     def _raise_failure(self, execution: PlanExecution) -> None:
@@ -257,22 +275,26 @@ class Executor:
                 "slow, raise watchdog_seconds."
             )
 
-    def _run(self, place: int, run: int, waits: Sequence[int]) -> None:
+    def _run(self, place: int, run: int, waits: Sequence[int], how: int) -> None:
         """Runs one op in the lane's thread. run: the number of this execution of the op. waits: the executions for
-        whose events the lane must wait."""
+        whose events the lane must wait. how: a `How`."""
         execution = self._current()
-        op = execution.plan.ops[place]
+        op, done = execution.plan.ops[place], False
         try:
             for number in waits:
                 self._runner.wait(op.lane, execution.runs[number].event)
-            execution.runs[run] = self._runner.run(op, lambda: self._lanes.queued(run))
+            if how == How.WAIT and self._lanes.perform(place, run):
+                return
+            again = execution.prepared[place].again if how != How.RUN else None
+            issued = execution.runs[run] = (again or partial(self._runner.run, op))(lambda: self._lanes.queued(run))
+            done = isinstance(issued.event, DoneEvent)
             outcome = Outcome.ISSUED
         except StepSkipped:
             outcome = Outcome.SKIP
         except BaseException as error:
             execution.errors[run] = error
             outcome = Outcome.FAILED
-        self._lanes.ended(run, outcome)
+        self._lanes.ended(run, outcome, done)
 
     def _spans(self, execution: PlanExecution, issued: Sequence[tuple[int, int]]) -> Iterator[Span]:
         """The spans of the ops that ran, in the order in which they ended. Waits for the end of each op."""
@@ -301,6 +323,17 @@ def _serve(executor_ref: weakref.ref[Executor], lanes: Lanes, lane: int) -> None
         held = [executor, taken]
         del executor, taken
         release_unless_exiting(held)
+
+
+def _end_lanes(lanes: Lanes, in_use: list[OpRunner]) -> None:
+    """Ends the threads of an executor that was collected. Its memory is freed only when no task uses it any more, and
+    never if a task is stuck."""
+    lanes.close()
+    if not lanes.wait_for_tasks(LONGEST_WAIT_SECONDS):
+        _of_stuck_tasks.extend(in_use)
+
+
+_of_stuck_tasks: list[OpRunner] = []
 
 
 def _wait_after_failure(execution: PlanExecution, issued: Sequence[tuple[int, int]]) -> None:

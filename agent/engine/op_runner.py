@@ -17,9 +17,11 @@ from tidegate.agent.engine.state_block import state_addresses
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import GradientNorm
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
+from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import ThreadPool
 from tidegate.kernels.arithmetic.implementation import Implementation, Piece
+from tidegate.kernels.dispatch import GradientFactor
 from tidegate.plan.ops import D2H, DEVICE, H2D, Op, OpKind
 
 DEVICE_LANES = frozenset({H2D, D2H, DEVICE})
@@ -46,8 +48,8 @@ class StepInputs:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step with these inputs finds out about its gradients. The op NORM sets the other fields; after it, they do
-    not change.
+    """What a step with these inputs finds out about its gradients. The op NORM sets the fields with defaults; after it,
+    they do not change.
 
     has_grad: whether each parameter has a gradient. grad_norm: norm of all gradients, after multiplication with
     `inputs.unscale`. grad_scale: the factor for all gradients. bad_params: if the step is skipped, parameters whose
@@ -55,7 +57,7 @@ class StepOutcome:
     """
 
     inputs: StepInputs
-    has_grad: Sequence[bool] = ()
+    has_grad: Sequence[bool]
     grad_norm: float | None = None
     grad_scale: float = 1.0
     bad_params: tuple[int, ...] = ()
@@ -99,11 +101,15 @@ class MemoryRunner:
         copy is about to read them."""
         self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
+        self.factor = GradientFactor()
+        """The factor for all gradients of the step in progress, for ops that were prepared before it was known."""
         self.outcome: StepOutcome | None = None
         """Inputs and outcome of the step in progress; None before `step()`."""
 
     def begin(self) -> None:
         """Prepares for a new plan: deletes the records of copies and the sums of squares of the last plan."""
+        if self._memory.store is not None:
+            self._memory.store.begin_plan()
         self.copied.clear()
         self.squares.clear()
 
@@ -123,28 +129,30 @@ class MemoryRunner:
             case OpKind.GRAD_NORM:
                 return self._grad_norm(op, self._memory.layouts[op.subgroup])
             case OpKind.CPU_UPDATE:
-                return self._cpu_update(op, self._memory.layouts[op.subgroup])
+                return self._cpu_update(op)
             case OpKind.DEVICE_UPDATE:
                 return self._device_update(op, self._memory.layouts[op.subgroup])
             case OpKind.GRAD_D2H:
                 return self._grad_d2h(op, self._memory.layouts[op.subgroup])
             case OpKind.FETCH | OpKind.FLUSH:
-                return self._transfer(op, begun)
-        return self._copy(op.lane, list(self._copies(op, self._memory.layouts[op.subgroup])))
+                return self.transfer(op, begun)
+        return self._copy(op.lane, self.copies(op))
 
     def _copy(self, lane: str, copies: Sequence[Copy]) -> IssuedOp:
         return IssuedOp(self._device.copy(lane, copies), sum(copy.nbytes for copy in copies), 0)
 
-    def _transfer(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
-        """Reads state from a path or writes it to a path; the lane may begin its next op when this transfer is
-        queued."""
+    def transfer(self, op: Op, begun: Callable[[], None], failed: PreparedTransfer | None = None) -> IssuedOp:
+        """Reads state from a path or writes it to a path; the lane may begin its next op when this transfer is queued.
+
+        failed: the same transfer if its task has failed: it counts as the first attempt.
+        """
         store = self._memory.store
         assert store is not None, "only engines with paths plan these"
         assert op.path is not None, "the planner names the path"
         start, address = time.monotonic(), self._memory.on_host(op.host_state)
         try:
             move = store.fetch if op.kind is OpKind.FETCH else store.flush
-            moved = move(op.path, op.subgroup, address, begun)
+            moved = move(op.path, op.subgroup, address, begun, *(() if failed is None else (failed.task,)))
         except NoPathLeft:
             if not self._memory.keep_on_host(op.subgroup, op.host_state):
                 raise
@@ -153,6 +161,10 @@ class MemoryRunner:
         return IssuedOp(moved, op.nbytes if moved.nbytes else 0, 0)
 
     # ---- copies
+
+    def copies(self, op: Op) -> list[Copy]:
+        """The copies of an op that copies weights, state or a spilled gradient."""
+        return list(self._copies(op, self._memory.layouts[op.subgroup]))
 
     def _copies(self, op: Op, layout: Layout) -> Iterator[Copy]:
         s, memory = layout.id, self._memory
@@ -215,7 +227,7 @@ class MemoryRunner:
 
     def _norm(self) -> IssuedOp:
         outcome = self._step_outcome()
-        inputs, outcome.has_grad = outcome.inputs, self._gradients.present
+        inputs = outcome.inputs
         early = {param for squares in self.squares for param in squares.params}
         late = [i for i, has in enumerate(outcome.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
@@ -233,26 +245,26 @@ class MemoryRunner:
             outcome.bad_params = tuple(i for i, (_, bad) in squares.items() if bad)
             raise StepSkipped
         outcome.grad_scale = inputs.clip(norm)
+        self.factor.set(outcome.grad_scale)
         numel = sum(reference.numel for reference in present)
         return IssuedOp(event if present else DoneEvent(all_known_at, time.monotonic()), 0, numel)
 
-    def _cpu_update(self, op: Op, layout: Layout) -> IssuedOp:
-        start, fmt = time.monotonic(), layout.format
-        state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
-        updated = 0
-        for first, numel, values in self._contiguous_runs(layout):
-            run = self._run(
-                layout,
-                state,
-                weight + first * fmt.weight_bytes,
-                grad + first * fmt.grad_bytes,
-                first,
-                numel,
-                values,
-            )
+    def _cpu_update(self, op: Op) -> IssuedOp:
+        start, updated = time.monotonic(), 0
+        for run in self.runs_on_cpu(op, self._step_outcome().grad_scale):
             run.apply(self._pool)
-            updated += numel
+            updated += run.numel
         return IssuedOp(DoneEvent(start, time.monotonic()), 0, updated)
+
+    def runs_on_cpu(self, op: Op, grad_scale: float) -> list[UpdateRun]:
+        """The runs of an update on the CPU. grad_scale: the factor for all gradients."""
+        layout = self._memory.layouts[op.subgroup]
+        state, weight, grad = (self._memory.on_host(place) for place in (op.host_state, op.host_weight, op.host_grad))
+        weight_bytes, grad_bytes = layout.format.weight_bytes, layout.format.grad_bytes
+        return [
+            self._run(layout, state, weight + first * weight_bytes, grad + first * grad_bytes, first, numel, values)
+            for first, numel, values in self._contiguous_runs(layout, grad_scale)
+        ]
 
     def _device_update(self, op: Op, layout: Layout) -> IssuedOp:
         fmt, block, runs = layout.format, self._memory.on_device(layout.id, op.slot), []
@@ -266,7 +278,7 @@ class MemoryRunner:
                 assert arrived is not None, "gradients stay until their last reader is done"
                 grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
             weight = self._weight_address(segment, fmt.weight_bytes)
-            for offset, numel, values in self._pieces(layout, segment):
+            for offset, numel, values in self._pieces(layout, segment, self._step_outcome().grad_scale):
                 piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset
                 runs.append(self._run(layout, block, *piece, numel, values))
         issued = IssuedOp(self._device.update(runs), 0, sum(run.numel for run in runs))
@@ -296,14 +308,14 @@ class MemoryRunner:
             implementation=self._rule,
         )
 
-    def _contiguous_runs(self, layout: Layout) -> Iterator[Piece]:
+    def _contiguous_runs(self, layout: Layout, grad_scale: float) -> Iterator[Piece]:
         """Divides the elements of a subgroup that have a gradient into contiguous runs with the same scalars, as tuples
         (first, numel, scalars)."""
         open_run: Piece | None = None
         for segment in layout.segments:
             if not self._has_grad(segment):
                 continue
-            for offset, numel, values in self._pieces(layout, segment):
+            for offset, numel, values in self._pieces(layout, segment, grad_scale):
                 start = segment.start + offset
                 if open_run and open_run[0] + open_run[1] == start and open_run[2] == values:
                     open_run = (open_run[0], open_run[1] + numel, values)
@@ -314,11 +326,11 @@ class MemoryRunner:
         if open_run:
             yield open_run
 
-    def _pieces(self, layout: Layout, segment: Segment) -> Iterable[Piece]:
+    def _pieces(self, layout: Layout, segment: Segment, grad_scale: float) -> Iterable[Piece]:
         """Divides a segment (part of a parameter in a subgroup) into parts with the same scalars, as the update rule
         does. First elements are counted in the segment."""
-        outcome, weight = self._step_outcome(), self._weights[segment.param]
-        values = outcome.inputs.scalars(layout.group, outcome.inputs.steps[segment.param], outcome.grad_scale)
+        inputs, weight = self._step_outcome().inputs, self._weights[segment.param]
+        values = inputs.scalars(layout.group, inputs.steps[segment.param], grad_scale)
         return self._rule.pieces(weight, segment.offset, segment.numel, values)
 
     def _has_grad(self, segment: Segment) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidegate.agent.devices.base import Event
-from tidegate.kernels.dispatch import Gate, ProgramOp
+from tidegate.agent.devices.base import DoneEvent, Event
+from tidegate.kernels.dispatch import Gate, ProgramOp, Task
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
 
@@ -23,6 +23,23 @@ class IssuedOp:
     numel: int
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedOp:
+    """An op that a lane runs without the interpreter.
+
+    task: the native work.
+    nbytes, numel: bytes that the op moves, and number of elements that it updates.
+    completed: records that the task has succeeded; called once, in the thread that calls `finish` or `cancel`.
+    again: runs the op after its task has failed, like `OpRunner.run`; None for a task that cannot fail.
+    """
+
+    task: Task
+    nbytes: int = 0
+    numel: int = 0
+    completed: Callable[[], None] | None = None
+    again: Callable[[Callable[[], None]], IssuedOp] | None = None
+
+
 @dataclass
 class PlanExecution:
     """One execution of a plan. The dispatcher numbers ops by their place in `plan.ops`, and the executions of ops
@@ -32,10 +49,34 @@ class PlanExecution:
     runs: dict[int, IssuedOp] = field(default_factory=dict)
     """By number of the run. A lane's thread adds its result before it tells the dispatcher that the op has ended."""
     errors: dict[int, BaseException] = field(default_factory=dict)
+    prepared: dict[int, PreparedOp] = field(default_factory=dict)
+    """By place of the op."""
 
     def places_of(self, ids: Collection[int]) -> list[int]:
         """The places of the ops with these ids."""
         return [self.plan.places[op] for op in ids]
+
+    def prepare(self, ops: Mapping[int, PreparedOp]) -> list[tuple[int, Task]]:
+        """Adds prepared ops, by id. Returns their tasks, by place."""
+        added = {self.plan.places[op]: prepared for op, prepared in ops.items()}
+        self.prepared |= added
+        return [(place, prepared.task) for place, prepared in added.items()]
+
+    def add_results(self, issued: Sequence[tuple[int, int]], spans: Mapping[int, tuple[float, float]]) -> None:
+        """Adds the results of the tasks that have run. issued: places and runs of ops. spans: the spans of the tasks,
+        by run."""
+        for place, run in issued:
+            if run in spans and run not in self.runs:
+                prepared = self.prepared[place]
+                self.runs[run] = IssuedOp(DoneEvent(*spans[run]), prepared.nbytes, prepared.numel)
+
+    def complete(self, issued: Sequence[tuple[int, int]], spans: Mapping[int, tuple[float, float]]) -> None:
+        """Records the success of the tasks that have run; to be called once, at the end. Arguments as for
+        `add_results`."""
+        self.add_results(issued, spans)
+        for place, run in issued:
+            if run in spans and (completed := self.prepared[place].completed) is not None:
+                completed()
 
 
 def program_of(plan: Plan, lanes: Sequence[str]) -> list[ProgramOp]:

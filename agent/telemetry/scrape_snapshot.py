@@ -195,7 +195,7 @@ def _transfers_in_progress(metrics: MetricStore, current: CurrentState) -> None:
     for path, path_state in current.paths.items():
         # In this order: a transfer that ends between the two reads is missed once, and never counted twice.
         ended = _ended(path_state.counters, current.phases)
-        open_since = tuple(path_state.counters.under_way.values())
+        open_since = tuple(path_state.counters.open_transfers)
         for operation, since in open_since:
             longest[path, operation] = max(longest[path, operation], current.now - since)
         moves += [((path, operation), transfer) for operation, transfer in (*ended, *_open(open_since, current.phases))]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isnan
 from typing import Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, heade
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, run_transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, crc32c
+from tidegate.kernels.dispatch import TransferTask
 
 ATTEMPTS: Final = 3
 """Maximum number of attempts of a transfer that fails with a transient error."""
@@ -39,6 +41,8 @@ class StateFile:
     fd: int
     kind: StateKind
     checksums: NDArray[np.uint32]
+    direct: bool
+    """Whether reads and writes bypass the page cache."""
     step: int = -1
     linked_header: Header | None = None
     """Header of the file if a checkpoint uses the file, as a hard link or as an open descriptor. Such a file must not
@@ -68,22 +72,59 @@ class FileMover:
     def busy(self) -> bool:
         """Whether a transfer is in progress. The kernel may use the transfer's file and memory until the transfer has
         ended."""
-        return bool(self._moving)
+        return bool(self._moving) or any(not isnan(task.since) for _, task in tuple(self.counters.prepared))
 
-    def read(self, file: StateFile, address: int, begun: Callable[[], None]) -> Transfer:
+    def read(
+        self, file: StateFile, address: int, begun: Callable[[], None], failed: TransferTask | None = None
+    ) -> Transfer:
         """Reads the state of `file` into memory at `address` and verifies it. PathFailed, BlockDamaged or DataTruncated
-        when it cannot be read. `begun`: called when all blocks are queued, and again at each retry."""
-        return self._move("read", file, address, file.step, begun)
+        when it cannot be read. `begun`: called when all blocks are queued, and again at each retry. `failed`: the task
+        of the first attempt, if a lane has run it."""
+        return self._move("read", file, address, file.step, begun, failed)
 
-    def write(self, file: StateFile, address: int, step: int, begun: Callable[[], None]) -> Transfer:
+    def write(
+        self, file: StateFile, address: int, step: int, begun: Callable[[], None], failed: TransferTask | None = None
+    ) -> Transfer:
         """Writes the state at `address`, the state after update number `step`, to stable storage. PathFailed or
         PathFull when that fails; the previous content of the file is then lost. `begun`: called when all blocks are
-        queued, and again at each retry."""
-        return self._move("write", file, address, step, begun)
+        queued, and again at each retry. `failed`: the task of the first attempt, if a lane has run it."""
+        return self._move("write", file, address, step, begun, failed)
+
+    def prepare(self, operation: Operation, file: StateFile, address: int) -> TransferTask | None:
+        """The transfer as a task, which a lane runs without the interpreter; None for a file without direct I/O, which
+        must be synchronised after a write. To be followed by `completed`, or by `read` or `write` with the task."""
+        if not file.direct or self.locks is not None:
+            return None
+        writes, padding = operation == "write", file.data_bytes - file.kind.data_bytes
+        task = self.pools[operation].task(
+            writes,
+            file.fd,
+            address,
+            file.data_bytes,
+            header_bytes(len(file.checksums)),
+            self._block_bytes,
+            file.checksums,
+            padding if writes else 0,
+        )
+        self.counters.prepared.append((operation, task))
+        return task
+
+    def completed(self, operation: Operation, file: StateFile, task: TransferTask) -> None:
+        """Counts a transfer that was run as a task."""
+        ticket = task.ticket
+        assert ticket is not None, "the task has run"
+        self.counters.count(operation, Transfer(ticket.start, ticket.end, file.data_bytes, 0.0))
 
     def _move(
-        self, operation: Operation, file: StateFile, address: int, step: int, begun: Callable[[], None]
+        self,
+        operation: Operation,
+        file: StateFile,
+        address: int,
+        step: int,
+        begun: Callable[[], None],
+        failed: TransferTask | None,
     ) -> Transfer:
+        earlier = failed.ticket if failed is not None else None
         waited, first = 0.0, float("nan")
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
@@ -94,10 +135,11 @@ class FileMover:
         )
         try:
             for attempt in attempts:
-                with attempt, self.locks.hold() if self.locks is not None else nullcontext() as held:
+                locks = self.locks if earlier is None else None
+                with attempt, locks.hold() if locks is not None else nullcontext() as held:
                     waited += held.waited_seconds if held is not None else 0.0
                     with self.counters.in_progress(operation):
-                        ticket = self._transfer(operation, file, address, begun)
+                        ticket, earlier = earlier or self._transfer(operation, file, address, begun), None
                         first = ticket.start if first != first else first
                         self._check(operation, file, address, ticket)
                         end = _synchronised(file.fd) if operation == "write" else None

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,12 +20,14 @@ from tidegate.agent.tiers.disk_space import free_bytes, reserve
 from tidegate.agent.tiers.file_moves import FileMover, StateFile
 from tidegate.agent.tiers.object_settings import LEAST, check_whole_settings
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
+from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
 from tidegate.agent.tiers.scratch import Scratch
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.state_reads import HeldFile
 from tidegate.agent.tiers.transfers import PathCounters, Transfer, no_op
 from tidegate.errors import ConfigError, PathUnusable
 from tidegate.kernels import aligned_buffer, fill, open_direct
+from tidegate.kernels.dispatch import TransferTask
 from tidegate.knobs.setting_checks import check_directory, check_kind
 from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.tier_split import PathSpeeds
@@ -154,7 +157,7 @@ class StoragePath:
         name = str(self._scratch.directory / f"{kind.subgroup:06d}-{next(self._numbers)}.tide")
         if given is not None:
             os.rename(given, name)
-        fd = self._open(name)
+        fd, direct = self._open(name)
         try:
             reserve(fd, self._file_bytes(kind))
         except BaseException:
@@ -162,11 +165,11 @@ class StoragePath:
             os.unlink(name)
             raise
         blocks = num_blocks(padded_bytes(kind.data_bytes), self.settings.block_bytes)
-        return StateFile(name, fd, kind, np.zeros(blocks, np.uint32))
+        return StateFile(name, fd, kind, np.zeros(blocks, np.uint32), direct)
 
-    def _open(self, name: str) -> int:
-        """Opens a file for direct I/O, and creates it if it is missing. Where direct I/O is not possible, the file goes
-        through the page cache, and a warning is logged once."""
+    def _open(self, name: str) -> tuple[int, bool]:
+        """Opens a file for direct I/O, and creates it if it is missing. Returns its descriptor, and whether direct I/O
+        is possible. Where it is not, the file goes through the page cache, and a warning is logged once."""
         try:
             fd, direct = open_direct(name, write=True, create=True)
         except OSError as error:
@@ -176,7 +179,7 @@ class StoragePath:
         if not direct and not self._warned_buffered:
             self._warned_buffered = True
             log.warning("path %s: its file system has no direct I/O, so the page cache takes host memory", self.name)
-        return fd
+        return fd, direct
 
     def remove(self, subgroup: int) -> None:
         """Removes the subgroup's files, when its state is stored elsewhere."""
@@ -196,37 +199,75 @@ class StoragePath:
         """Resets the subgroup's state to zeros. State that was written before is no longer used."""
         self.states[subgroup].step = -1
 
-    def read(self, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
+    def read(
+        self, subgroup: int, address: int, begun: Callable[[], None] = no_op, failed: TransferTask | None = None
+    ) -> Transfer:
         """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
         DataTruncated when it cannot be read.
 
         begun: callback. It is called when all blocks of this transfer are queued, and again at each retry. Transfers
             that other threads request afterwards are queued behind this one.
+        failed: the task of the first attempt, if a lane has run it (`prepare_read`).
         """
         file = self.states[subgroup]
         if file.step < 0:
             start = time.monotonic()
             fill(address, 0, file.data_bytes)
             return Transfer(start, time.monotonic(), 0, 0.0)
-        return self._mover.read(file, address, begun)
+        return self._mover.read(file, address, begun, failed)
 
-    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = no_op) -> Transfer:
+    def prepare_read(self, subgroup: int, address: int) -> PreparedTransfer | None:
+        """The same as a task, which a lane runs without the interpreter; None if `read` must be called."""
+        file = self.states[subgroup]
+        task = self._mover.prepare("read", file, address) if file.step >= 0 else None
+        return PreparedTransfer(task, partial(self._mover.completed, "read", file, task)) if task is not None else None
+
+    def write(
+        self,
+        subgroup: int,
+        address: int,
+        step: int,
+        begun: Callable[[], None] = no_op,
+        failed: TransferTask | None = None,
+    ) -> Transfer:
         """Writes the state at `address`, the state after update number `step`. PathFailed or PathFull when that fails;
         the previous content of the file is then lost. `begun`: called when all blocks are queued, and at each retry.
+        `failed`: the task of the first attempt, if a lane has run it (`prepare_write`).
 
         A file without direct I/O goes through the page cache, which reports a write error only later, when the state
         may have left memory. So such a file is synchronised after each write: when this method returns, the data are on
         stable storage, and a write error is raised by the call that caused it.
         """
-        before = self.states[subgroup]
-        file = before if before.linked_header is None else self._spare_for(before)
+        file = self._file_to_write(subgroup)
         fill(address + file.kind.data_bytes, 0, file.data_bytes - file.kind.data_bytes)
-        moved = self._mover.write(file, address, step, begun)
-        file.step = step
+        moved = self._mover.write(file, address, step, begun, failed)
+        self._written(file, step)
+        return moved
+
+    def prepare_write(self, subgroup: int, address: int, step: int) -> PreparedTransfer | None:
+        """The same as a task, which a lane runs without the interpreter; None if `write` must be called."""
+        if self.states[subgroup].linked_header is not None and subgroup not in self._spares:
+            return None
+        file = self._file_to_write(subgroup)
+        task = self._mover.prepare("write", file, address)
+        return PreparedTransfer(task, partial(self._completed_write, file, task, step)) if task is not None else None
+
+    def _completed_write(self, file: StateFile, task: TransferTask, step: int) -> None:
+        self._mover.completed("write", file, task)
+        self._written(file, step)
+
+    def _file_to_write(self, subgroup: int) -> StateFile:
+        """The file for the subgroup's next state: its spare file if a checkpoint holds the present one."""
+        before = self.states[subgroup]
+        return before if before.linked_header is None else self._spare_for(before)
+
+    def _written(self, file: StateFile, step: int) -> None:
+        """Makes `file` the file of its subgroup. step: number of the update whose state it holds."""
+        file.step, subgroup = step, file.kind.subgroup
+        before = self.states[subgroup]
         if file is not before:
             self.states[subgroup] = self._spares.pop(subgroup)
             self._discard(before)
-        return moved
 
     def _spare_for(self, file: StateFile) -> StateFile:
         """Returns the subgroup's spare file, to which the next flush writes because a checkpoint holds `file`. Creates
@@ -310,7 +351,7 @@ class StoragePath:
         """
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         name = str(self._scratch.directory / "calibration")
-        memory, fd = aligned_buffer(size), self._open(name)
+        memory, (fd, _) = aligned_buffer(size), self._open(name)
         try:
             reserve(fd, size)
             tries = [

@@ -15,10 +15,12 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.file_path import PathSettings, StoragePath
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_settings import ObjectSettings
+from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
 from tidegate.agent.tiers.state_file import StateKind, file_bytes
 from tidegate.agent.tiers.transfers import Transfer, no_op
 from tidegate.errors import BlockDamaged, DataTruncated, NoPathLeft, PathFailed, PathFull, PathUnusable, StateLost
 from tidegate.kernels import WeightFormat
+from tidegate.kernels.dispatch import TransferTask
 from tidegate.logs import event
 from tidegate.plan.ops import Residence
 from tidegate.plan.tier_split import PathSpeeds
@@ -149,27 +151,68 @@ class TierStore:
             elif subgroup in path.states:
                 path.forget(subgroup)
 
-    def fetch(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
+    def begin_plan(self) -> None:
+        """Forgets the transfers that were prepared for the last plan, which has ended."""
+        for path in self.paths.values():
+            path.counters.prepared.clear()
+
+    def prepare_fetch(self, path: str, subgroup: int, address: int) -> PreparedTransfer | None:
+        """`fetch` as a task, which a lane runs without the interpreter; None if `fetch` must be called."""
+        found = self.paths[path]
+        return found.prepare_read(subgroup, address) if isinstance(found, StoragePath) else None
+
+    def prepare_flush(self, path: str, subgroup: int, address: int) -> PreparedTransfer | None:
+        """`flush` as a task, which a lane runs without the interpreter; None if `flush` must be called."""
+        found = self.paths[path]
+        if path in self.retired or not isinstance(found, StoragePath):
+            return None
+        prepared = found.prepare_write(subgroup, address, self.step)
+        if prepared is None:
+            return None
+
+        def completed() -> None:
+            prepared.completed()
+            self._flushed_to[subgroup] = path
+
+        return PreparedTransfer(prepared.task, completed)
+
+    def fetch(
+        self,
+        path: str,
+        subgroup: int,
+        address: int,
+        begun: Callable[[], None] = no_op,
+        failed: TransferTask | None = None,
+    ) -> Transfer:
         """Reads the subgroup's state into memory at `address`. StateLost when it cannot be read: there is no other
-        copy. `begun`: called when all blocks are queued, and again at each retry."""
+        copy. `begun`: called when all blocks are queued, and again at each retry. `failed`: the task of the first
+        attempt, if a lane has run it (`prepare_fetch`)."""
         try:
-            return self.paths[path].read(subgroup, address, begun)
+            return self.paths[path].read(subgroup, address, begun, *_if_given(failed))
         except (PathFailed, BlockDamaged, DataTruncated) as error:
             if isinstance(error, PathFailed):
                 self.retire(path, error)
             step = self.paths[path].states[subgroup].step
             raise StateLost(error, path, subgroup, step, self.last_checkpoint) from error
 
-    def flush(self, path: str, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
+    def flush(
+        self,
+        path: str,
+        subgroup: int,
+        address: int,
+        begun: Callable[[], None] = no_op,
+        failed: TransferTask | None = None,
+    ) -> Transfer:
         """Writes the subgroup's state to `path`. If that fails permanently, the path is retired, and the state is
         written to another path; `flushed_to` returns its name. `begun`: called when all blocks for `path` are queued.
+        `failed`: the task of the first attempt, if a lane has run it (`prepare_flush`).
 
         NoPathLeft when no path accepts the state: then the only copy is at `address`.
         """
         start, why = time.monotonic(), self.retired.get(path, "")
         if not why:
             try:
-                moved = self.paths[path].write(subgroup, address, self.step, begun)
+                moved = self.paths[path].write(subgroup, address, self.step, begun, *_if_given(failed))
             except (PathFailed, PathFull) as error:
                 self.retire(path, error)
                 why = str(error)
@@ -249,6 +292,11 @@ class TierStore:
         are not removed: `tidegate doctor` finds them when the process has ended. Idempotent; does nothing in a forked
         child."""
         self._closed()
+
+
+def _if_given(failed: TransferTask | None) -> tuple[()] | tuple[TransferTask]:
+    """The argument for a path. Only paths that prepare transfers take it."""
+    return () if failed is None else (failed,)
 
 
 def _path(name: str, settings: PathSettings | ObjectSettings, run_id: uuid.UUID, rank: int) -> StoragePath | ObjectPath:

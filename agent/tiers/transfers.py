@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Final, Literal
 
 from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.kernels import IoTicket
+from tidegate.kernels.dispatch import TransferTask
 
 Operation = Literal["read", "write"]
 
@@ -75,7 +77,17 @@ class PathCounters:
     """Lock that protects the counters, because several threads update them: the threads of the path's two lanes, and
     the thread of a background checkpoint."""
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
-    """Operation and start time (monotonic clock, seconds) of each transfer that has not ended."""
+    """Operation and start time of each transfer that Python waits for."""
+
+    prepared: list[tuple[str, TransferTask]] = field(default_factory=list)
+    """Operation and task of the transfers that lanes run without the interpreter."""
+
+    @property
+    def open_transfers(self) -> list[tuple[str, float]]:
+        """Operation and start time (monotonic clock, seconds) of each transfer that has not ended, without the wait for
+        the lock."""
+        tasks = [(operation, task.since) for operation, task in tuple(self.prepared)]
+        return [*self.under_way.values(), *((operation, since) for operation, since in tasks if not isnan(since))]
 
     @contextmanager
     def in_progress(self, operation: str) -> Iterator[None]:

@@ -34,4 +34,6 @@ TRITON = TritonUpdate(
     trial_state=trial_state,
     trials={"": _TRIAL(), "Adam's L2": _TRIAL(decoupled=False)},
 )
-IMPLEMENTATION = Implementation(rule=RULE, scalars=group_scalars, step=step, native=native.update, triton=TRITON)
+IMPLEMENTATION = Implementation(
+    rule=RULE, scalars=group_scalars, step=step, native=native.update, task=native.task, triton=TRITON
+)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tidegate.kernels import ThreadPool, _native
 from tidegate.kernels.arithmetic.device_calls import Update
+from tidegate.kernels.dispatch import GradientFactor, Task
 
 
 def update(pool: ThreadPool, run: Update) -> None:
@@ -13,3 +16,15 @@ def update(pool: ThreadPool, run: Update) -> None:
         pool._native, run.numel, run.weight, run.weight_format, run.aux, exp_avg, exp_avg_sq, run.grad, run.grad_dtype,
         run.scalars.arithmetic, *run.scalars.as_tuple(),
     )  # fmt: skip
+
+
+def task(pool: ThreadPool, runs: Sequence[Update], factor: GradientFactor) -> Task:
+    """The same update of these runs as a task. `factor` is multiplied with the gradient scale of their scalars."""
+    parts = [
+        (
+            run.numel, run.weight, run.weight_format, run.aux, *run.tensors, run.grad, run.grad_dtype,
+            run.scalars.arithmetic, run.scalars.as_tuple(),
+        )
+        for run in runs
+    ]  # fmt: skip
+    return _native.update_task(pool._native, parts, factor)

@@ -40,6 +40,7 @@ IMPLEMENTATION = Implementation(
     scalars=scalars,
     step=step,
     native=native.update,
+    task=native.task,
     triton=replace(
         adamw.TRITON,
         oracle=oracle.update,

@@ -1,5 +1,5 @@
 """The native dispatcher, which decides which op each lane of a plan begins next, and the lanes whose threads wait for
-it.
+it. An op may have a task: native work, which a lane's thread runs without the interpreter lock.
 
 A program is a list of ops (`ProgramOp`) in an order in which each op comes after those on which it depends. Lanes, ops
 (by their place in the program) and subgroups are numbers. `run` is the number of one execution of an op.
@@ -12,7 +12,11 @@ from enum import IntEnum
 from tidegate.kernels import _native
 
 Dispatcher = _native.Dispatcher
+GradientFactor = _native.GradientFactor
 Lanes = _native.Lanes
+Task = _native.Task
+TransferTask = _native.TransferTask
+copy_task = _native.copy_task
 ProgramOp = tuple[int, int, int, bool, bool, list[int]]
 """One op of a program: its lane, its gate, its subgroup (-1 for none), whether it copies a gradient and may be
 repeated, whether it must wait for the repeated copy of its subgroup's gradient, and the ops that must be issued before
@@ -26,6 +30,17 @@ class Gate(IntEnum):
     GRADIENT = 1
     """The gradient of its subgroup, or the step."""
     STEP = 2
+
+
+class How(IntEnum):
+    """What a lane's thread must do with an op that it has taken."""
+
+    RUN = 0
+    """Run it: it has no task."""
+    WAIT = 1
+    """Wait for the executions on which it depends; `Lanes.perform` then runs its task."""
+    AGAIN = 2
+    """Run it: its task has failed."""
 
 
 class Outcome(IntEnum):

@@ -21,6 +21,7 @@ ALIGNMENT = _native.DIRECT_ALIGNMENT
 """Required alignment of addresses, sizes and offsets of direct transfers, in bytes."""
 
 IoTicket = _native.IoTicket
+TransferTask = _native.TransferTask
 
 
 def num_blocks(nbytes: int, block_bytes: int) -> int:
@@ -75,6 +76,25 @@ class IoPool:
         if checksums is not None and not checksums.flags.writeable:
             raise ValueError("found is read-only: give a writable array, for the checksums of the blocks")
         return self._native.write(fd, address, nbytes, offset, block_bytes, _address(checksums), checksums)
+
+    def task(
+        self,
+        writes: bool,
+        fd: int,
+        address: int,
+        nbytes: int,
+        offset: int,
+        block_bytes: int,
+        checksums: NDArray[np.uint32],
+        padding: int,
+    ) -> TransferTask:
+        """The same as `read` (or `write`, with `writes`) as a task, which a lane of a plan runs without the
+        interpreter. The caller keeps pool, file and checksums until the task has ended.
+
+        padding: number of bytes at the end of the memory that are set to zero before the write.
+        """
+        checked = _checked(checksums, num_blocks(nbytes, max(block_bytes, 1)), "checksums")
+        return self._native.task(writes, fd, address, nbytes, offset, block_bytes, _address(checked), padding)
 
     def close(self) -> None:
         """Waits for all queued transfers, then ends the threads. May be called twice. Cancel tickets first to end

@@ -10,6 +10,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -27,6 +28,7 @@ namespace {
 // lane, gate, subgroup, copies_gradient, uses_copy, dependencies
 using OpTuple = std::tuple<int, int, int, bool, bool, std::vector<int>>;
 using BegunTuple = std::tuple<int, int64_t, std::vector<int64_t>>;
+using TakenTuple = std::tuple<int, int64_t, std::vector<int64_t>, int>;
 
 int checked(int value, int count, const char* name) {
   if (value < 0 || value >= count)
@@ -55,11 +57,21 @@ std::optional<std::pair<int, double>> pair_of(std::optional<Oldest> oldest) {
 
 Outcome outcome_of(int outcome) { return Outcome(checked(outcome, 3, "outcome")); }
 
-std::optional<BegunTuple> py_take(Lanes& lanes, int lane) {
+std::optional<TakenTuple> tuple_of(std::optional<Taken> taken) {
+  if (!taken) return std::nullopt;
+  return TakenTuple{taken->op, taken->run, std::move(taken->waits), int(taken->how)};
+}
+
+std::optional<TakenTuple> py_take(Lanes& lanes, int lane) {
   // Most ops may begin when their lane asks: then the interpreter lock need not change hands.
-  if (std::optional<Beginning> begun = lanes.try_take(lane)) return tuple_of(std::move(begun));
+  if (std::optional<Taken> taken = lanes.try_take(lane)) return tuple_of(std::move(taken));
   const GilReleased released;
   return tuple_of(lanes.take(lane));
+}
+
+bool py_perform(Lanes& lanes, int op, int64_t run) {
+  const GilReleased released;
+  return lanes.perform(op, run);
 }
 
 bool py_wait(Lanes& lanes, int until, const std::vector<int>& numbers, double seconds) {
@@ -107,15 +119,26 @@ void bind_dispatch(nb::module_& m) {
                     "A dispatcher, and the threads that wait for it without the interpreter lock. Any thread may call any\n"
                     "method. In a forked child the methods do nothing.")
       .def(nb::init<std::vector<bool>>(), "ahead"_a)
-      .def("start", [](Lanes& its, std::vector<OpTuple> ops) { its.start(program_of(std::move(ops))); })
+      .def("start", [](Lanes& its, std::vector<OpTuple> ops, const Tasks& tasks) {
+             its.start(program_of(std::move(ops)), tasks);
+           }, "ops"_a, "tasks"_a = Tasks())
+      .def("arm", &Lanes::arm)
       .def("forget", &Lanes::forget)
       .def("take", &py_take)
+      .def("perform", &py_perform)
       .def("queued", &Lanes::queued)
-      .def("ended", [](Lanes& its, int64_t run, int outcome) { its.ended(run, outcome_of(outcome)); })
+      .def("ended", [](Lanes& its, int64_t run, int outcome, bool done) { its.ended(run, outcome_of(outcome), done); },
+           "run"_a, "outcome"_a, "done"_a = false)
+      .def_prop_ro("results", [](const Lanes& its) {
+             nb::dict found;
+             for (const auto& [run, result] : its.results()) found[nb::int_(run)] = nb::make_tuple(result.start, result.end);
+             return found;
+           })
       .def("open_gradients", &Lanes::open_gradients)
       .def("step", &Lanes::step)
       .def("drop", &Lanes::drop)
       .def("close", &Lanes::close)
+      .def("wait_for_tasks", &Lanes::wait_for_tasks, nb::call_guard<GilReleased>())
       .def("wait", &py_wait)
       .def("is_begun", [](const Lanes& its, int op) {
              return ask(its, [op](const Dispatcher& d) { return d.is_running(op) || d.is_issued(op); }, false);

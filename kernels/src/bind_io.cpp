@@ -10,10 +10,12 @@
 #include <vector>
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include "checksum.h"
 #include "direct_io.h"
 #include "gil.h"
+#include "tasks.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -42,6 +44,17 @@ class BoundPool {
                 kept_.end());
     if (!keep.is_none()) kept_.emplace_back(ticket, std::move(keep));
     return ticket;
+  }
+
+  // The caller keeps pool, file and checksums until the task has ended.
+  std::shared_ptr<TransferTask> task(bool writes, int fd, uintptr_t address, int64_t nbytes, int64_t offset,
+                                     int64_t block_bytes, uintptr_t checksums, int64_t padding) {
+    const IoRequest request{writes ? IoKind::Write : IoKind::Read, fd, reinterpret_cast<char*>(address),
+                            size_of(nbytes, "nbytes"), off_t(offset), size_of(block_bytes, "block_bytes"),
+                            reinterpret_cast<uint32_t*>(checksums)};
+    if (padding < 0 || padding > nbytes)
+      throw std::invalid_argument("padding is " + std::to_string(padding) + ", must be in 0.." + std::to_string(nbytes));
+    return std::make_shared<TransferTask>(pool_, request, size_t(padding));
   }
 
   void close() {
@@ -105,7 +118,11 @@ void bind_io(nb::module_& m) {
            nb::arg().none())
       .def("write", &BoundPool::submit<IoKind::Write>, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg().none())
+      .def("task", &BoundPool::task)
       .def("close", &BoundPool::close);
+  nb::class_<TransferTask, Task>(m, "TransferTask", "A transfer as the work of an op.")
+      .def_prop_ro("since", &TransferTask::since, "Since when it is under way; NaN if it is not.")
+      .def_prop_ro("ticket", &TransferTask::ticket, "What its threads did; None before it was queued.");
   m.attr("DIRECT_ALIGNMENT") = kDirectAlignment;
   m.def("crc32c", &py_crc32c);
 }

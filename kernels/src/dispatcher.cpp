@@ -129,6 +129,11 @@ bool Dispatcher::may_begin(int lane) const {
   return may_run(program_[size_t(its.pending.front())]);
 }
 
+std::optional<int> Dispatcher::next(int lane) const {
+  if (!may_begin(lane)) return std::nullopt;
+  return lanes_[size_t(lane)].pending.front();
+}
+
 bool Dispatcher::may_run(const PlannedOp& op) const {
   // Plans leave out dependencies that follow from the order of a lane, and a repeated copy breaks this order.
   if (op.uses_copy && recopying_[size_t(op.subgroup)] >= 0) return false;

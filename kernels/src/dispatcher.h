@@ -63,6 +63,8 @@ class Dispatcher {
   void drop();
 
   bool may_begin(int lane) const;
+  // The op that the lane may begin now; nothing if there is none.
+  std::optional<int> next(int lane) const;
   bool is_idle() const;  // no op is running
   bool is_done() const;  // no op is running, and none will begin
   bool is_lane_running(int lane) const { return !lanes_[size_t(lane)].running.empty(); }

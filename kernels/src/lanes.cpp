@@ -5,22 +5,23 @@
 #include <utility>
 
 namespace tidegate {
-namespace {
 
-// As Python's time.monotonic().
-double monotonic_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-}  // namespace
-
-void Lanes::start(std::vector<PlannedOp> program) {
+void Lanes::start(std::vector<PlannedOp> program, const Tasks& tasks) {
   if (!is_owner()) return;
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   Shared& its = *shared_;
   its.dispatcher.emplace(std::move(program), its.ahead, its.next_run);
   its.events.clear();
+  its.results.clear();
+  its.done.clear();
+  its.tasks.insert(tasks.begin(), tasks.end());
   its.notify();
+}
+
+void Lanes::arm(const Tasks& tasks) {
+  if (!is_owner()) return;
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  if (shared_->dispatcher) shared_->tasks.insert(tasks.begin(), tasks.end());
 }
 
 void Lanes::forget() {
@@ -28,30 +29,74 @@ void Lanes::forget() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   if (shared_->dispatcher) shared_->next_run = shared_->dispatcher->next_run();
   shared_->dispatcher.reset();
+  shared_->tasks.clear();
   shared_->notify();
 }
 
-std::optional<Beginning> Lanes::Shared::begin(int lane) {
+std::optional<Taken> Lanes::Shared::begin(int lane) {
   if (closed || !dispatcher) return std::nullopt;
   const double now = monotonic_seconds();
   std::optional<Beginning> begun = dispatcher->begin(lane, now);
-  if (begun) note({"begin", lane, now, {begun->op}, begun->run});
-  return begun;
+  if (!begun) return std::nullopt;
+  note({"begin", lane, now, {begun->op}, begun->run});
+  std::vector<int64_t>& waits = begun->waits;
+  waits.erase(std::remove_if(waits.begin(), waits.end(), [&](int64_t run) { return done.count(run) != 0; }), waits.end());
+  return Taken{std::move(*begun), tasks.count(begun->op) ? Taken::How::Wait : Taken::How::Run};
 }
 
-std::optional<Beginning> Lanes::try_take(int lane) {
+std::optional<Taken> Lanes::try_take(int lane) {
   if (!is_owner()) return std::nullopt;
   const std::lock_guard<std::mutex> lock(shared_->mutex);
-  return shared_->begin(lane);
+  Shared& its = *shared_;
+  if (its.closed || !its.dispatcher) return std::nullopt;
+  const std::optional<int> next = its.dispatcher->next(lane);
+  if (!next || its.tasks.count(*next)) return std::nullopt;
+  return its.begin(lane);
 }
 
-std::optional<Beginning> Lanes::take(int lane) {
+std::optional<Taken> Lanes::take(int lane) {
   if (!is_owner()) return std::nullopt;
-  std::unique_lock<std::mutex> lock(shared_->mutex);
-  Shared& its = *shared_;
-  std::optional<Beginning> begun;
-  its.wake.at(size_t(lane)).wait(lock, [&] { return its.closed || (begun = its.begin(lane)); });
-  return begun;
+  for (;;) {
+    std::optional<Taken> taken;
+    std::shared_ptr<Task> task;
+    {
+      std::unique_lock<std::mutex> lock(shared_->mutex);
+      Shared& its = *shared_;
+      its.wake.at(size_t(lane)).wait(lock, [&] { return its.closed || (taken = its.begin(lane)); });
+      if (!taken || taken->how == Taken::How::Run || !taken->waits.empty()) return taken;
+      task = its.tasks.at(taken->op);
+      ++its.tasks_running;
+    }
+    if (!perform(task, taken->run)) {
+      taken->how = Taken::How::Again;
+      return taken;
+    }
+  }
+}
+
+bool Lanes::perform(int op, int64_t run) {
+  if (!is_owner()) return false;
+  std::shared_ptr<Task> task;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    const auto found = shared_->tasks.find(op);
+    if (found == shared_->tasks.end()) return false;
+    task = found->second;
+    ++shared_->tasks_running;
+  }
+  return perform(task, run);
+}
+
+bool Lanes::perform(const std::shared_ptr<Task>& task, int64_t run) {
+  const TaskResult result = task->run([&] { queued(run); });
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    if (--shared_->tasks_running == 0) shared_->task_ended.notify_all();
+    if (!result.ok) return false;
+    shared_->results.emplace(run, result);
+  }
+  ended(run, Outcome::Issued, true);
+  return true;
 }
 
 void Lanes::queued(int64_t run) {
@@ -63,11 +108,12 @@ void Lanes::queued(int64_t run) {
   shared_->notify();
 }
 
-void Lanes::ended(int64_t run, Outcome outcome) {
+void Lanes::ended(int64_t run, Outcome outcome, bool done) {
   if (!is_owner()) return;
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   if (!shared_->dispatcher) return;
   const double now = monotonic_seconds();
+  if (done) shared_->done.insert(run);
   shared_->dispatcher->ended(run, outcome, now);
   shared_->note({"ended", run, now, {}, int64_t(outcome)});
   shared_->notify();
@@ -105,6 +151,13 @@ void Lanes::close() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   shared_->closed = true;
   for (std::condition_variable& lane : shared_->wake) lane.notify_all();
+}
+
+bool Lanes::wait_for_tasks(double seconds) {
+  if (!is_owner()) return true;
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  return shared_->task_ended.wait_for(lock, std::chrono::duration<double>(seconds),
+                                      [&] { return shared_->tasks_running == 0; });
 }
 
 bool Lanes::wait(Until until, const std::vector<int>& numbers, double seconds) {
@@ -145,6 +198,12 @@ void Lanes::Shared::notify() {
       if (dispatcher->may_begin(int(lane))) wake[lane].notify_one();
   for (Waiter* waiter : waiters)
     if (waiter->met()) waiter->wake.notify_one();
+}
+
+std::unordered_map<int64_t, TaskResult> Lanes::results() const {
+  if (!is_owner()) return {};
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->results;
 }
 
 void Lanes::record(bool events) {

@@ -10,9 +10,13 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "dispatcher.h"
+#include "tasks.h"
 
 namespace tidegate {
 
@@ -25,6 +29,18 @@ enum class Until : uint8_t {
   LanesWait,  // these lanes run nothing, and may begin nothing now
 };
 
+// An op that a lane's thread has taken, for its caller to run.
+struct Taken : Beginning {
+  enum class How : uint8_t {
+    Run,  // no task
+    Wait,  // `perform` runs its task, after the caller has waited for the executions in `waits`
+    Again,  // its task has failed
+  };
+  How how = How::Run;
+};
+
+using Tasks = std::vector<std::pair<int, std::shared_ptr<Task>>>;  // by op
+
 // One event of an execution, as it is recorded: `what` is the name of a method of the dispatcher.
 struct Event {
   std::string what;
@@ -36,6 +52,9 @@ struct Event {
 
 // One dispatcher at a time, and the threads that wait for it. Any thread may call any method. In a forked child, which
 // has none of the threads, every method does nothing.
+//
+// An op that has a task is run here, by the thread that took it, which then takes its lane's next op. So a lane whose
+// ops all have tasks never returns from `take` before it is closed.
 class Lanes {
  public:
   explicit Lanes(std::vector<bool> ahead) : shared_(new Shared(std::move(ahead))), owner_(getpid()) {}
@@ -46,21 +65,28 @@ class Lanes {
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
 
-  void start(std::vector<PlannedOp> program);
+  void start(std::vector<PlannedOp> program, const Tasks& tasks = {});
+  // Gives tasks to ops. Those that have begun are run by the callers of `take`.
+  void arm(const Tasks& tasks);
   // Forgets the execution: its ops that are running end unnoticed.
   void forget();
 
-  // The lane's next op, as soon as it may begin; nothing when the lanes are closed.
-  std::optional<Beginning> take(int lane);
-  // The same if it may begin now.
-  std::optional<Beginning> try_take(int lane);
+  // The lane's next op that the caller must run, as soon as it may begin; nothing when the lanes are closed.
+  std::optional<Taken> take(int lane);
+  // The same if it may begin now and its caller must run it; nothing otherwise.
+  std::optional<Taken> try_take(int lane);
+  // Runs the task of an op that was taken with `How::Wait`. False if it fails; then the op has not ended.
+  bool perform(int op, int64_t run);
   void queued(int64_t run);
-  void ended(int64_t run, Outcome outcome);
+  // `done`: nobody has to wait for the end of this execution.
+  void ended(int64_t run, Outcome outcome, bool done = false);
   void open_gradients(const std::vector<int>& subgroups);
   void step(const std::vector<int>& repeat);
   void drop();
   // Lets threads in `take` return.
   void close();
+  // Whether no task has run any more before `seconds` were over. To be called after `close`.
+  bool wait_for_tasks(double seconds);
 
   // Whether it came true in `seconds`. True without an execution.
   bool wait(Until until, const std::vector<int>& numbers, double seconds);
@@ -71,6 +97,9 @@ class Lanes {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     return shared_->dispatcher ? question(*shared_->dispatcher) : otherwise;
   }
+
+  // What the tasks did that have run, by execution.
+  std::unordered_map<int64_t, TaskResult> results() const;
 
   void record(bool events);
   std::vector<Event> recorded() const;
@@ -89,6 +118,11 @@ class Lanes {
     std::vector<std::condition_variable> wake;  // by lane
     std::vector<Waiter*> waiters;
     std::optional<Dispatcher> dispatcher;
+    std::unordered_map<int, std::shared_ptr<Task>> tasks;  // by op
+    std::unordered_map<int64_t, TaskResult> results;  // by execution
+    std::unordered_set<int64_t> done;  // executions for whose end nobody has to wait
+    int tasks_running = 0;
+    std::condition_variable task_ended;
     int64_t next_run = 0;
     bool closed = false;
     bool recording = false;
@@ -96,7 +130,7 @@ class Lanes {
 
     // To be called with the lock held, after each event: wakes those who can go on, and nobody else.
     void notify();
-    std::optional<Beginning> begin(int lane);
+    std::optional<Taken> begin(int lane);
     bool met(Until until, const std::vector<int>& numbers) const;
     void note(Event event) {
       if (recording) events.push_back(std::move(event));
@@ -104,6 +138,7 @@ class Lanes {
   };
 
   bool is_owner() const { return getpid() == owner_; }
+  bool perform(const std::shared_ptr<Task>& task, int64_t run);
 
   std::unique_ptr<Shared> shared_;
   const pid_t owner_;

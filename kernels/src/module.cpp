@@ -8,8 +8,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "arguments.h"
 #include "bind_dispatch.h"
 #include "bind_io.h"
+#include "bind_tasks.h"
 #include "dispatch.h"
 #include "gil.h"
 #include "kernels.h"
@@ -20,52 +22,12 @@ using namespace tidegate;
 
 namespace {
 
-constexpr size_t kWeightBytes[] = {4, 2, 2, 2};
-constexpr size_t kAuxBytes[] = {0, 2, 4, 4};
-constexpr size_t kGradBytes[] = {4, 2, 2};
-
-// A wrong address would be a crash far away from its cause: refuse null and misaligned ones.
-void* at(uintptr_t address, size_t alignment, const char* name) {
-  if (address == 0 || address % alignment != 0)
-    throw std::invalid_argument(std::string(name) + " is at address " + std::to_string(address) +
-                                ", must be a multiple of " + std::to_string(alignment) + " and not 0");
-  return reinterpret_cast<void*>(address);
-}
-
-int checked(int value, int count, const char* name) {
-  if (value < 0 || value >= count)
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", must be 0.." +
-                                std::to_string(count - 1));
-  return value;
-}
-
-struct Call {
-  Arrays arrays;
-  WeightFormat format;
-  GradDtype dtype;
-};
-
-Call call_of(size_t numel, uintptr_t weight, int format, uintptr_t aux, uintptr_t exp_avg, uintptr_t exp_avg_sq,
-             uintptr_t grad, int dtype) {
-  checked(format, 4, "weight_format");
-  checked(dtype, 3, "grad_dtype");
-  if (kAuxBytes[format] == 0 && aux != 0) throw std::invalid_argument("aux must be 0 for fp32 weights");
-  if (numel == 0) return {{}, WeightFormat(format), GradDtype(dtype)};
-  const Arrays arrays{numel,
-                      at(weight, kWeightBytes[format], "weight"),
-                      kAuxBytes[format] == 0 ? nullptr : at(aux, kAuxBytes[format], "aux"),
-                      static_cast<float*>(at(exp_avg, 4, "exp_avg")),
-                      static_cast<float*>(at(exp_avg_sq, 4, "exp_avg_sq")),
-                      at(grad, kGradBytes[dtype], "grad")};
-  return {arrays, WeightFormat(format), GradDtype(dtype)};
-}
-
 void py_adamw_update(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
                      uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype, int arithmetic, float grad_scale,
                      float l2, float decay, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
                      float step_size, float inverse_bias_correction2_sqrt, float eps) {
   checked(arithmetic, 3, "arithmetic");
-  const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
+  const UpdateCall call = update_call(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
   const Scalars scalars{grad_scale,
                         l2,
                         decay,
@@ -83,7 +45,7 @@ void py_adamw_update(ThreadPool& pool, size_t numel, uintptr_t weight, int weigh
 
 void py_stream_like(ThreadPool& pool, size_t numel, uintptr_t weight, int weight_format, uintptr_t aux,
                     uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype) {
-  const Call call = call_of(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
+  const UpdateCall call = update_call(numel, weight, weight_format, aux, exp_avg, exp_avg_sq, grad, grad_dtype);
   const GilReleased released;
   stream_like(pool, call.arrays, call.format, call.dtype);
 }
@@ -143,7 +105,8 @@ NB_MODULE(_native, m) {
   m.def("use_instruction_set", [](int isa) {
     current_isa() = static_cast<Isa>(checked(isa, static_cast<int>(instruction_sets().size()), "instruction_set"));
   });
-  bind_dispatch(m);
+  bind_tasks(m);
   bind_io(m);
+  bind_dispatch(m);
   bind_waits(m);
 }

@@ -63,9 +63,9 @@ def test_ctrl_c_while_a_plan_starts_leaves_a_usable_optimizer(when: str) -> None
         plain = plain_of(optimizer)
         start = optimizer.engine._executor.start
 
-        def interrupted(plan: Plan) -> None:
+        def interrupted(plan: Plan, *prepared: Any) -> None:
             optimizer.engine._executor.start = start  # type: ignore[method-assign]
-            start(plan)
+            start(plan, *prepared)
             os.kill(os.getpid(), signal.SIGINT)
 
         grads = random_grads(params, 0, some=False)

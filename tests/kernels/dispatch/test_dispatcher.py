@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,11 +67,11 @@ def test_a_real_step_that_was_recorded_replays_to_the_same_decisions(monkeypatch
     ahead: list[list[bool]] = []
     start, finish = Executor.start, Executor.finish
 
-    def recording(executor: Executor, plan: Plan) -> None:
+    def recording(executor: Executor, plan: Plan, *prepared: Any) -> None:
         executor._lanes.record(True)
         plans.append(plan)
         ahead.append([name in executor._ahead for name in executor._names])
-        start(executor, plan)
+        start(executor, plan, *prepared)
 
     def noted(executor: Executor) -> object:
         executor._wait(Until.DONE)

@@ -1,0 +1,83 @@
+"""Prepares ops of a plan so that lanes run them without the interpreter: copies of the emulated device, updates on the
+CPU, and transfers of state from and to files.
+
+Ops are prepared in the training thread: those that may run before `step()` when the plan starts, and the others in
+`step()`, while the gradient norm is computed. The op runner runs all other ops, and ops that have begun before they are
+prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Final
+
+from tidegate.agent.devices.base import Device
+from tidegate.agent.engine.memory import StateMemory
+from tidegate.agent.engine.op_runner import MemoryRunner
+from tidegate.agent.engine.plan_execution import IssuedOp, PreparedOp
+from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
+from tidegate.kernels import ThreadPool
+from tidegate.kernels.arithmetic.implementation import Implementation
+from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.plan import Plan
+
+BEFORE_STEP: Final = (OpKind.FETCH, OpKind.STATE_H2D, OpKind.WEIGHT_D2H)
+IN_STEP: Final = (OpKind.GRAD_H2D, OpKind.CPU_UPDATE, OpKind.WEIGHT_H2D, OpKind.STATE_D2H, OpKind.FLUSH)
+
+
+class OpPreparer:
+    """Prepares the ops of one optimizer."""
+
+    def __init__(
+        self, device: Device, memory: StateMemory, runner: MemoryRunner, pool: ThreadPool, rule: Implementation
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._runner = runner
+        self._pool = pool
+        self._rule = rule
+
+    def before_step(self, plan: Plan) -> dict[int, PreparedOp]:
+        """The ops that may run before `step()`, by id."""
+        return self._prepared(plan, BEFORE_STEP)
+
+    def in_step(self, plan: Plan) -> dict[int, PreparedOp]:
+        """The ops that run after `step()`, by id; to be called when the outcome of the step is known to the op
+        runner."""
+        return self._prepared(plan, IN_STEP)
+
+    def _prepared(self, plan: Plan, kinds: Collection[OpKind]) -> dict[int, PreparedOp]:
+        found = ((op.id, self._prepare(op)) for op in plan.of_kind(*kinds))
+        return {op: prepared for op, prepared in found if prepared is not None}
+
+    def _prepare(self, op: Op) -> PreparedOp | None:
+        match op.kind:
+            case OpKind.CPU_UPDATE:
+                return self._update(op)
+            case OpKind.FETCH | OpKind.FLUSH:
+                return self._transfer(op)
+        copies = self._runner.copies(op)
+        task = self._device.copy_task(op.lane, copies)
+        return None if task is None else PreparedOp(task, sum(copy.nbytes for copy in copies))
+
+    def _update(self, op: Op) -> PreparedOp | None:
+        if self._rule.task is None:
+            return None
+        runs = self._runner.runs_on_cpu(op, grad_scale=1.0)
+        task = self._rule.task(self._pool, runs, self._runner.factor)
+        return PreparedOp(task, numel=sum(run.numel for run in runs))
+
+    def _transfer(self, op: Op) -> PreparedOp | None:
+        store, path = self._memory.store, op.path
+        assert store is not None, "only engines with paths plan these"
+        assert path is not None, "the planner names the path"
+        prepare = store.prepare_fetch if op.kind is OpKind.FETCH else store.prepare_flush
+        transfer = prepare(path, op.subgroup, self._memory.on_host(op.host_state))
+        if transfer is None:
+            return None
+        again = partial(self._again, op, transfer)
+        return PreparedOp(transfer.task, op.nbytes, completed=transfer.completed, again=again)
+
+    def _again(self, op: Op, transfer: PreparedTransfer, begun: Callable[[], None]) -> IssuedOp:
+        return self._runner.transfer(op, begun, transfer)

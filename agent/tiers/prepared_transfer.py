@@ -1,0 +1,17 @@
+"""A transfer of a subgroup's state that a lane runs without the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidegate.kernels.dispatch import TransferTask
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTransfer:
+    """task: the native work. completed: records that it has succeeded. When the task has failed, `fetch` or `flush` of
+    the store go on from there: they take the task as their first attempt."""
+
+    task: TransferTask
+    completed: Callable[[], None]

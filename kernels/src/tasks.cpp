@@ -1,0 +1,63 @@
+#include "tasks.h"
+
+#include <time.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+namespace tidegate {
+
+double monotonic_seconds() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
+CopyTask::CopyTask(std::vector<Copy> copies, double bytes_per_second)
+    : copies_(std::move(copies)),
+      seconds_(std::accumulate(copies_.begin(), copies_.end(), 0.0,
+                               [](double sum, const Copy& copy) { return sum + double(copy.nbytes); }) /
+               bytes_per_second) {}
+
+TaskResult CopyTask::run(const std::function<void()>&) {
+  const double start = monotonic_seconds();
+  for (const Copy& copy : copies_) std::memcpy(copy.dst, copy.src, copy.nbytes);
+  const double left = start + seconds_ - monotonic_seconds();
+  if (left > 0) {
+    timespec pause{time_t(left), long(1e9 * (left - std::floor(left)))};
+    while (nanosleep(&pause, &pause) != 0) {
+    }
+  }
+  return {start, monotonic_seconds()};
+}
+
+TaskResult UpdateTask::run(const std::function<void()>&) {
+  const double start = monotonic_seconds();
+  for (const Part& part : parts_) {
+    Scalars scalars = part.scalars;
+    scalars.grad_scale *= factor_->get();
+    adamw_update(pool_, part.arrays, part.format, part.dtype, scalars);
+  }
+  return {start, monotonic_seconds()};
+}
+
+TaskResult TransferTask::run(const std::function<void()>& queued) {
+  const double start = monotonic_seconds();
+  try {
+    if (request_.kind == IoKind::Write) std::memset(request_.memory + request_.nbytes - padding_, 0, padding_);
+    since_ = start;
+    ticket_ = pool_.submit(request_);
+    queued();
+    ticket_->wait(std::numeric_limits<double>::infinity());
+    since_ = std::numeric_limits<double>::quiet_NaN();
+    const IoState state = ticket_->state();
+    return {state.start, state.end, ticket_->ok()};
+  } catch (const std::exception&) {  // the same call from Python raises it, too
+    since_ = std::numeric_limits<double>::quiet_NaN();
+    return {start, start, false};
+  }
+}
+
+}  // namespace tidegate

@@ -1,0 +1,104 @@
+// Work of ops that needs no interpreter: a lane's thread runs it as soon as the dispatcher lets the op begin.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "direct_io.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace tidegate {
+
+// As Python's time.monotonic().
+double monotonic_seconds();
+
+// What a task did: its span in seconds of the monotonic clock, and whether it succeeded.
+struct TaskResult {
+  double start;
+  double end;
+  bool ok = true;
+};
+
+// The work of one op. What its addresses point to must live until it has ended.
+class Task : public std::enable_shared_from_this<Task> {
+ public:
+  virtual ~Task() = default;
+  // `queued`: to be called when all work of a transfer is queued. Throws nothing.
+  virtual TaskResult run(const std::function<void()>& queued) = 0;
+};
+
+// Copies in host memory, at most at this speed: those of the emulated device.
+class CopyTask : public Task {
+ public:
+  struct Copy {
+    char* dst;
+    const char* src;
+    size_t nbytes;
+  };
+
+  CopyTask(std::vector<Copy> copies, double bytes_per_second);
+  TaskResult run(const std::function<void()>& queued) override;
+
+ private:
+  const std::vector<Copy> copies_;
+  const double seconds_;
+};
+
+// The factor of a step for all gradients. It is known only when the gradient norm is, after the step's tasks were made.
+class GradientFactor : public std::enable_shared_from_this<GradientFactor> {
+ public:
+  void set(float factor) { factor_ = factor; }
+  float get() const { return factor_; }
+
+ private:
+  std::atomic<float> factor_{1.0f};
+};
+
+// Updates of AdamW by the threads of a pool.
+class UpdateTask : public Task {
+ public:
+  struct Part {
+    Arrays arrays;
+    WeightFormat format;
+    GradDtype dtype;
+    Scalars scalars;  // with a gradient scale of 1 or -1, which `factor` multiplies
+  };
+
+  UpdateTask(ThreadPool& pool, std::vector<Part> parts, std::shared_ptr<const GradientFactor> factor)
+      : pool_(pool), parts_(std::move(parts)), factor_(std::move(factor)) {}
+  TaskResult run(const std::function<void()>& queued) override;
+
+ private:
+  ThreadPool& pool_;
+  const std::vector<Part> parts_;
+  const std::shared_ptr<const GradientFactor> factor_;
+};
+
+// One transfer between memory and a file of a storage path.
+class TransferTask : public Task {
+ public:
+  // `padding`: bytes at the end of the memory that a write sets to zero first.
+  TransferTask(IoPool& pool, const IoRequest& request, size_t padding)
+      : pool_(pool), request_(request), padding_(padding) {}
+  TaskResult run(const std::function<void()>& queued) override;
+
+  // Since when the transfer is under way; NaN if it is not. May be asked at any time.
+  double since() const { return since_; }
+  // What the threads of the path did; nothing before the transfer was queued.
+  std::optional<IoTicket> ticket() const { return ticket_; }
+
+ private:
+  IoPool& pool_;
+  const IoRequest request_;
+  const size_t padding_;
+  std::optional<IoTicket> ticket_;
+  std::atomic<double> since_{std::numeric_limits<double>::quiet_NaN()};
+};
+
+}  // namespace tidegate
