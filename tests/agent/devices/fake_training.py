@@ -30,6 +30,7 @@ from tidegate.agent.engine import executor as executor_module
 from tidegate.agent.engine import op_runner as runner_module
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.plan_execution import IssuedOp
+from tidegate.agent.engine.prepared_ops import OpPreparer
 from tidegate.agent.gradients import accumulation as accumulation_module
 from tidegate.agent.gradients import gradients as gradients_module
 from tidegate.agent.optimizer import offloaded_optimizer as optimizer_module
@@ -93,7 +94,9 @@ class WatchedDevice(CudaDevice):
 
 @contextmanager
 def watched(fake: FakeCuda) -> Iterator[None]:
-    """Optimizers that are built inside work on the CUDA device over `fake`, and host threads are watched."""
+    """Optimizers that are built inside work on the CUDA device over `fake`, and host threads are watched. No op is
+    prepared, because the fake does not see what native tasks read and write: these ops run where it sees them, after
+    the same waits."""
     arrays_of, fetch, flush = StateMemory.arrays, TierStore.fetch, TierStore.flush
 
     class WatchedLanes(Lanes):
@@ -148,6 +151,7 @@ def watched(fake: FakeCuda) -> Iterator[None]:
             patch.setattr(module, "flat", flat_on_device)
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
         patch.setattr(executor_module, "Lanes", WatchedLanes)
+        patch.setattr(OpPreparer, "_prepared", lambda *_: {})
         patch.setattr(UpdateRun, "apply", host_update)
         patch.setattr(StateMemory, "arrays", watched_arrays)
         patch.setattr(TierStore, "fetch", watched_fetch)

@@ -301,8 +301,9 @@ def copied_by_the_host(runner: MemoryRunner, op: Op, layout: Layout) -> IssuedOp
     return IssuedOp(DoneEvent(0.0, 0.0), op.nbytes, 0)
 
 
-def read_weights(runner: MemoryRunner, op: Op, layout: Layout) -> IssuedOp:
+def read_weights(runner: MemoryRunner, op: Op) -> IssuedOp:
     """An update that takes the weights on the device for their mirror."""
+    layout = runner._memory.layouts[op.subgroup]
     ctypes.string_at(runner._weight_address(layout.segments[0], layout.format.weight_bytes), 4)
     return IssuedOp(DoneEvent(0.0, 0.0), 0, 0)
 

@@ -96,13 +96,16 @@ def store_of(optimizer: tidegate.AdamW) -> TierStore:
 
 
 def break_path(optimizer: tidegate.AdamW, name: str, operation: str, fault: Callable[[], float]) -> None:
-    pools = store_of(optimizer).paths[name]._mover.pools
-    pools[operation] = FaultyPool(pools[operation], fault)  # type: ignore[assignment]
+    mover = store_of(optimizer).paths[name]._mover
+    mover.pools[operation] = FaultyPool(mover.pools[operation], fault)  # type: ignore[assignment]
+    mover.prepare = lambda *_: None  # type: ignore[method-assign]  # native tasks have no faults of Python's
 
 
 def heal_path(optimizer: tidegate.AdamW, name: str, operation: str) -> None:
-    pools = store_of(optimizer).paths[name]._mover.pools
-    pools[operation] = pools[operation]._real  # type: ignore[attr-defined]
+    mover = store_of(optimizer).paths[name]._mover
+    mover.pools[operation] = mover.pools[operation]._real  # type: ignore[attr-defined]
+    if not any(isinstance(pool, FaultyPool) for pool in mover.pools.values()):
+        del mover.prepare
 
 
 def always(code: int) -> Callable[[], int]:
