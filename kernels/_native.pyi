@@ -145,7 +145,6 @@ class PathLock:
 
 def try_lock(fd: int, byte: int) -> bool: ...
 def locked_by_other(fd: int, byte: int) -> bool: ...
-
 def adamw_update(
     pool: ThreadPool,
     numel: int,

@@ -4,8 +4,9 @@ The locks are an optimisation: paths are faster with them, and correct without t
 
 They are POSIX record locks on bytes of a node-local file, because the kernel releases them when a process dies and a
 forked child inherits none. Record locks belong to the process. So each process opens the file once and never closes it
-(closing any descriptor of the file would release the locks), and threads are counted here. While one thread of a
-process has the lock, its other threads enter too, until another process waits.
+(closing any descriptor of the file would release the locks), and `PathLock` counts the threads of the process, those of
+Python and native ones (`kernels/src/path_lock.cpp`). While one thread of a process has the lock, its other threads
+enter too, until another process waits.
 
 Byte 0 is a turnstile (a lock that orders the waiting processes), bytes 1 to n are slots. A process that finds no free
 slot blocks at the turnstile, where the kernel wakes processes in order of arrival. The process that holds the turnstile
@@ -25,7 +26,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
