@@ -18,7 +18,7 @@ waiting together takes 0.1 of a core, each process gets 24 to 27 turns, and the 
 instead all processes poll (every 50 to 500 µs, with back-off), the time between holders is the same, waiting takes 0.25
 of a core, processes get 16 to 36 turns, and the longest wait is 9 times the median, because the process that arrived
 last polls fastest. Blocking on the slot too would save 0.2 ms a turn, but is not possible for more than one slot.
-Without other processes, a lock costs 10 µs.
+Without other processes, a lock costs 6 to 7 µs in Python, and 3 µs in a native thread.
 """
 
 from __future__ import annotations
