@@ -93,7 +93,7 @@ class FileMover:
     def prepare(self, operation: Operation, file: StateFile, address: int) -> TransferTask | None:
         """The transfer as a task, which a lane runs without the interpreter; None for a file without direct I/O, which
         must be synchronised after a write. To be followed by `completed`, or by `read` or `write` with the task."""
-        if not file.direct or self.locks is not None:
+        if not file.direct:
             return None
         writes, padding = operation == "write", file.data_bytes - file.kind.data_bytes
         task = self.pools[operation].task(
@@ -105,6 +105,7 @@ class FileMover:
             self._block_bytes,
             file.checksums,
             padding if writes else 0,
+            *((None, 0.0) if self.locks is None else (self.locks.native, self.locks.timeout_seconds)),
         )
         self.counters.prepared.append((operation, task))
         return task
@@ -113,7 +114,16 @@ class FileMover:
         """Counts a transfer that was run as a task."""
         ticket = task.ticket
         assert ticket is not None, "the task has run"
-        self.counters.count(operation, Transfer(ticket.start, ticket.end, file.data_bytes, 0.0))
+        self.counters.count(operation, Transfer(ticket.start, ticket.end, file.data_bytes, self._lock_wait(task)))
+
+    def _lock_wait(self, task: TransferTask) -> float:
+        """Seconds that a task that has run waited for the lock. Counts a wait that timed out."""
+        entered = task.entered
+        if entered is None:
+            return 0.0
+        if not entered.acquired and self.locks is not None:
+            self.locks.count_timeout(entered.failure)
+        return entered.waited_seconds
 
     def _move(
         self,
@@ -124,8 +134,8 @@ class FileMover:
         begun: Callable[[], None],
         failed: TransferTask | None,
     ) -> Transfer:
-        earlier = failed.ticket if failed is not None else None
-        waited, first = 0.0, float("nan")
+        earlier, waited = (failed.ticket, self._lock_wait(failed)) if failed is not None else (None, 0.0)
+        first = float("nan")
         attempts = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
             wait=wait_exponential(multiplier=0.02),

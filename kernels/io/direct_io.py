@@ -21,6 +21,7 @@ ALIGNMENT = _native.DIRECT_ALIGNMENT
 """Required alignment of addresses, sizes and offsets of direct transfers, in bytes."""
 
 IoTicket = _native.IoTicket
+PathLock = _native.PathLock
 TransferTask = _native.TransferTask
 
 
@@ -87,14 +88,20 @@ class IoPool:
         block_bytes: int,
         checksums: NDArray[np.uint32],
         padding: int,
+        lock: PathLock | None,
+        timeout_seconds: float,
     ) -> TransferTask:
         """The same as `read` (or `write`, with `writes`) as a task, which a lane of a plan runs without the
         interpreter. The caller keeps pool, file and checksums until the task has ended.
 
         padding: number of bytes at the end of the memory that are set to zero before the write.
+        lock: lock that is held for the transfer; None for none.
+        timeout_seconds: longest wait for the lock, after which the transfer runs without it.
         """
         checked = _checked(checksums, num_blocks(nbytes, max(block_bytes, 1)), "checksums")
-        return self._native.task(writes, fd, address, nbytes, offset, block_bytes, _address(checked), padding)
+        return self._native.task(
+            writes, fd, address, nbytes, offset, block_bytes, _address(checked), padding, lock, timeout_seconds
+        )
 
     def close(self) -> None:
         """Waits for all queued transfers, then ends the threads. May be called twice. Cancel tickets first to end

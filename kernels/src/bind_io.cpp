@@ -1,8 +1,10 @@
-// What Python sees of checksums and direct I/O. The threads touch no Python object; what they write to is kept here.
+// What Python sees of checksums, direct I/O and locks of paths. The threads touch no Python object; what they write to is kept here.
 #include "bind_io.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -11,10 +13,13 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 
 #include "checksum.h"
 #include "direct_io.h"
 #include "gil.h"
+#include "lock_file.h"
+#include "path_lock.h"
 #include "tasks.h"
 
 namespace nb = nanobind;
@@ -48,13 +53,15 @@ class BoundPool {
 
   // The caller keeps pool, file and checksums until the task has ended.
   std::shared_ptr<TransferTask> task(bool writes, int fd, uintptr_t address, int64_t nbytes, int64_t offset,
-                                     int64_t block_bytes, uintptr_t checksums, int64_t padding) {
+                                     int64_t block_bytes, uintptr_t checksums, int64_t padding,
+                                     std::shared_ptr<PathLock> lock, double timeout_seconds) {
     const IoRequest request{writes ? IoKind::Write : IoKind::Read, fd, reinterpret_cast<char*>(address),
                             size_of(nbytes, "nbytes"), off_t(offset), size_of(block_bytes, "block_bytes"),
                             reinterpret_cast<uint32_t*>(checksums)};
     if (padding < 0 || padding > nbytes)
       throw std::invalid_argument("padding is " + std::to_string(padding) + ", must be in 0.." + std::to_string(nbytes));
-    return std::make_shared<TransferTask>(pool_, request, size_t(padding));
+    return std::make_shared<TransferTask>(pool_, request, size_t(padding), std::move(lock),
+                                          timeout_seconds);
   }
 
   void close() {
@@ -87,9 +94,62 @@ auto field_of(const IoTicket& ticket) {
   return ticket.state().*Field;
 }
 
+// A lock on a byte of a file, and the query of it: OSError where the file system has no locks.
+template <bool (*Function)(int, off_t)>
+bool py_lock_call(int fd, int64_t byte) {
+  try {
+    const GilReleased released;
+    return Function(fd, off_t(byte));
+  } catch (const LockFailure& failure) {
+    errno = failure.error;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
+Entered py_enter(PathLock& lock, double timeout_seconds) {
+  // Most threads need not wait: then the interpreter lock does not change hands.
+  Entered entered = lock.enter(0.0);
+  if (entered.acquired || entered.failed_errno != 0 || timeout_seconds <= 0.0) return entered;
+  std::optional<GilReleased> released(std::in_place);
+  return lock.enter(timeout_seconds, [&] {
+    released.reset();
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    released.emplace();
+  });
+}
+
+template <auto Field>
+auto count_of(PathLock& lock) {
+  return lock.counts().*Field;
+}
+
+void bind_locks(nb::module_& m) {
+  nb::class_<Entered>(m, "Entered", "What came of an attempt to enter a lock.")
+      .def_ro("acquired", &Entered::acquired)
+      .def_ro("waited_seconds", &Entered::waited_seconds, "Seconds of waiting for other processes.")
+      .def_ro("failed_errno", &Entered::failed_errno, "The errno of locking that failed; 0 after a timeout.")
+      .def_ro("failure", &Entered::failure, "Why locking failed; empty after a timeout.");
+  nb::class_<PathLock>(m, "PathLock",
+                       "The lock of one file between processes, which counts the threads of this process that hold it. Make\n"
+                       "one object for each file. A forked child holds nothing of its parent's.")
+      .def(nb::new_([](std::string path) { return std::make_shared<PathLock>(std::move(path)); }), "path"_a)
+      .def("open", &PathLock::open, "slots"_a,
+           "Lets `slots` processes in at once, and opens the file if it is not open. Why it cannot be locked, or ''.")
+      .def("enter", &py_enter, "timeout_seconds"_a, "Acquires the lock for the calling thread. Signals end the wait.")
+      .def("leave", &PathLock::leave, "Releases the lock for the calling thread, which acquired it.")
+      .def_prop_ro("inside", &count_of<&PathLockCounts::inside>, "Threads of this process that hold the lock.")
+      .def_prop_ro("waiting", &count_of<&PathLockCounts::waiting>, "Threads of this process that wait for it.")
+      .def_prop_ro("queued", &count_of<&PathLockCounts::queued>, "Whether this process waits in line.")
+      .def_prop_ro("first", &count_of<&PathLockCounts::first>, "Whether it is the first in line.");
+  m.def("try_lock", &py_lock_call<&try_lock>, "fd"_a, "byte"_a);
+  m.def("locked_by_other", &py_lock_call<&is_locked_by_other>, "fd"_a, "byte"_a);
+}
+
 }  // namespace
 
 void bind_io(nb::module_& m) {
+  bind_locks(m);
   nb::class_<IoTicket>(m, "IoTicket",
                        "A transfer that was asked for. Fields may be read while it runs, and are final once `done`. Dropping\n"
                        "the ticket does not stop the transfer. In a forked child everything raises RuntimeError.")
@@ -118,10 +178,12 @@ void bind_io(nb::module_& m) {
            nb::arg().none())
       .def("write", &BoundPool::submit<IoKind::Write>, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg().none())
-      .def("task", &BoundPool::task)
+      .def("task", &BoundPool::task, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg().none(), nb::arg())
       .def("close", &BoundPool::close);
   nb::class_<TransferTask, Task>(m, "TransferTask", "A transfer as the work of an op.")
       .def_prop_ro("since", &TransferTask::since, "Since when it is under way; NaN if it is not.")
+      .def_prop_ro("entered", &TransferTask::entered, "How it got the lock; None before it asked, and without a lock.")
       .def_prop_ro("ticket", &TransferTask::ticket, "What its threads did; None before it was queued.");
   m.attr("DIRECT_ALIGNMENT") = kDirectAlignment;
   m.def("crc32c", &py_crc32c);

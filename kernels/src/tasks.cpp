@@ -44,20 +44,22 @@ TaskResult UpdateTask::run(const std::function<void()>&) {
 }
 
 TaskResult TransferTask::run(const std::function<void()>& queued) {
-  const double start = monotonic_seconds();
+  const double asked = monotonic_seconds();
+  bool ok = false;
   try {
+    if (lock_) entered_ = lock_->enter(timeout_seconds_);
+    since_ = monotonic_seconds();
     if (request_.kind == IoKind::Write) std::memset(request_.memory + request_.nbytes - padding_, 0, padding_);
-    since_ = start;
     ticket_ = pool_.submit(request_);
     queued();
-    ticket_->wait(std::numeric_limits<double>::infinity());
-    since_ = std::numeric_limits<double>::quiet_NaN();
-    const IoState state = ticket_->state();
-    return {state.start, state.end, ticket_->ok()};
+    ok = ticket_->wait(std::numeric_limits<double>::infinity()) && ticket_->ok();
   } catch (const std::exception&) {  // the same call from Python raises it, too
-    since_ = std::numeric_limits<double>::quiet_NaN();
-    return {start, start, false};
   }
+  since_ = std::numeric_limits<double>::quiet_NaN();
+  if (entered_ && entered_->acquired) lock_->leave();
+  if (!ok) return {asked, monotonic_seconds(), false};
+  const IoState state = ticket_->state();
+  return {state.start, state.end};
 }
 
 }  // namespace tidegate

@@ -11,6 +11,7 @@
 
 #include "direct_io.h"
 #include "kernels.h"
+#include "path_lock.h"
 #include "thread_pool.h"
 
 namespace tidegate {
@@ -80,16 +81,20 @@ class UpdateTask : public Task {
   const std::shared_ptr<const GradientFactor> factor_;
 };
 
-// One transfer between memory and a file of a storage path.
+// One transfer between memory and a file of a storage path, under the path's lock.
 class TransferTask : public Task {
  public:
-  // `padding`: bytes at the end of the memory that a write sets to zero first.
-  TransferTask(IoPool& pool, const IoRequest& request, size_t padding)
-      : pool_(pool), request_(request), padding_(padding) {}
+  // `padding`: bytes at the end of the memory that a write sets to zero first. `lock`: null for none. `timeout_seconds`:
+  // longest wait for it, after which the transfer runs without it.
+  TransferTask(IoPool& pool, const IoRequest& request, size_t padding, std::shared_ptr<PathLock> lock,
+               double timeout_seconds)
+      : pool_(pool), request_(request), padding_(padding), lock_(std::move(lock)), timeout_seconds_(timeout_seconds) {}
   TaskResult run(const std::function<void()>& queued) override;
 
   // Since when the transfer is under way; NaN if it is not. May be asked at any time.
   double since() const { return since_; }
+  // How it got the lock; nothing before it asked for it, and without a lock.
+  std::optional<Entered> entered() const { return entered_; }
   // What the threads of the path did; nothing before the transfer was queued.
   std::optional<IoTicket> ticket() const { return ticket_; }
 
@@ -97,6 +102,9 @@ class TransferTask : public Task {
   IoPool& pool_;
   const IoRequest request_;
   const size_t padding_;
+  const std::shared_ptr<PathLock> lock_;
+  const double timeout_seconds_;
+  std::optional<Entered> entered_;
   std::optional<IoTicket> ticket_;
   std::atomic<double> since_{std::numeric_limits<double>::quiet_NaN()};
 };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -12,7 +13,6 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from tidegate.agent.tiers import path_locks as locks_module
 from tidegate.agent.tiers.path_locks import LockResult, TierLocks
 
 SPAWN = mp.get_context("spawn")
@@ -71,20 +71,24 @@ def neighbour(directory: Path, **options: Any) -> Iterator[Neighbour]:
 
 
 def _serve(pipe: Connection, in_line: Event, directory: Path, options: dict[str, Any]) -> None:
-    pass_turnstile = locks_module._pass_turnstile
-
-    def passed(fd: int) -> None:
-        pass_turnstile(fd)
-        in_line.set()
-
-    locks_module._pass_turnstile = passed
     locks = TierLocks(directory, "device", **options)
     pipe.send("ready")
     while pipe.recv() == "enter":
+        done = threading.Event()
+        watch = threading.Thread(target=_watch, args=(locks, in_line, done))
+        watch.start()
         with locks.hold() as held:
+            done.set()
+            watch.join()
             pipe.send(_answer(held))
             pipe.recv()
         pipe.send("left")
+
+
+def _watch(locks: TierLocks, in_line: Event, done: threading.Event) -> None:
+    while not done.wait(0.001):
+        if locks.native.first:
+            in_line.set()
 
 
 def _answer(held: LockResult) -> tuple[bool, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +17,7 @@ import pytest
 
 from tests.agent.tiers.neighbour import SPAWN, neighbour
 from tests.services import until
-from tidegate.agent.tiers import path_locks as locks_module
-from tidegate.agent.tiers.path_locks import TierLocks, device_key, lock_directory
+from tidegate.agent.tiers.path_locks import TierLocks, device_key, lock_directory, locked_by_other
 from tidegate.errors import LocksUnusable
 
 LONG = 60.0
@@ -39,7 +39,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def wait_in_line(locks: TierLocks, num_threads: int) -> None:
-    until(lambda: locks._file.waiting == num_threads, f"{num_threads} waiting threads")
+    until(lambda: locks.native.waiting == num_threads, f"{num_threads} waiting threads")
 
 
 def take_turns(folder: Path, me: int, slots: int, seconds: float, start: Barrier, results: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_wait_that_is_too_long_ends_without_the_lock_and_is_counted(folder: Pa
         # The place in line that was given up blocks nobody, neither us nor others.
         assert third.hold()
         third.leave()
-        until(lambda: locks._file.queue is None, "the end of the line")
+        until(lambda: not locks.native.queued, "the end of the line")
         with locks.hold() as held:
             assert held.acquired
         assert locks.timeouts == 2
@@ -166,7 +166,7 @@ def test_no_timeout_means_no_wait(folder: Path) -> None:
         assert other.hold()
         with locks.hold() as held:
             assert not held.acquired
-        assert locks._file.queue is None
+        assert not locks.native.queued
 
 
 def test_threads_share_what_their_process_has_until_the_last_one_leaves(folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_another_process_that_waits_goes_before_more_threads(folder: Path, pool:
 
     with neighbour(folder, timeout_seconds=LONG) as other:
         staying = pool.submit(stay)
-        until(lambda: locks._file.inside == 1, "the first thread")
+        until(lambda: locks.native.inside == 1, "the first thread")
         other.enter()
         other.wait_until_in_line()
         late = [pool.submit(hold) for _ in range(2)]
@@ -227,7 +227,7 @@ def test_what_a_thread_waits_for_its_own_process_is_neither_limited_nor_counted(
 
     with neighbour(folder, timeout_seconds=LONG) as other:
         staying = pool.submit(stay)
-        until(lambda: locks._file.inside == 1, "the first thread")
+        until(lambda: locks.native.inside == 1, "the first thread")
         other.enter()
         other.wait_until_in_line()
         begun = time.monotonic()
@@ -244,59 +244,6 @@ def test_what_a_thread_waits_for_its_own_process_is_neither_limited_nor_counted(
         staying.result()
 
 
-def test_while_a_thread_waits_in_line_no_other_thread_goes_round_it(
-    folder: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The turnstile belongs to the process: a thread that tried it would leave it for the one that waits there."""
-    locks = TierLocks(folder, "device", timeout_seconds=LONG)
-    pass_turnstile, go = locks_module._pass_turnstile, threading.Event()
-
-    def held_up(fd: int) -> None:
-        assert go.wait(LONG)
-        pass_turnstile(fd)
-
-    def hold() -> bool:
-        with locks.hold() as held:
-            return held.acquired
-
-    monkeypatch.setattr(locks_module, "_pass_turnstile", held_up)
-    with neighbour(folder) as other:
-        assert other.hold()
-        first = pool.submit(hold)
-        wait_in_line(locks, 1)
-        other.leave()
-        second = pool.submit(hold)
-        wait_in_line(locks, 2)
-        go.set()
-        assert first.result()
-        assert second.result()
-        until(lambda: locks._file.queue is None, "the end of the line")
-        assert other.hold()
-
-
-def test_what_interrupts_a_wait_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    locks = TierLocks(folder, "device", timeout_seconds=LONG)
-    wait_for = threading.Condition.wait_for
-
-    def interrupted(self: threading.Condition, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        if timeout is None:
-            return wait_for(self, predicate)
-        raise KeyboardInterrupt
-
-    with neighbour(folder) as other:
-        assert other.hold()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Condition, "wait_for", interrupted)
-            with pytest.raises(KeyboardInterrupt), locks.hold():
-                pass
-        assert locks._file.waiting == 0
-        other.leave()
-        with locks.hold() as held:
-            assert held.acquired
-        assert locks._file.inside == 0
-        assert other.hold()
-
-
 def in_fork(work: Callable[[], Any]) -> Any:
     """What `work` gives in a forked child."""
     context = mp.get_context("fork")
@@ -306,6 +253,106 @@ def in_fork(work: Callable[[], Any]) -> Any:
     assert ours.poll(LONG)
     child.join()
     return ours.recv()
+
+
+def is_turnstile_locked(folder: Path) -> bool:
+    """Whether this process has the turnstile. A process does not see its own locks, so a forked child looks."""
+    with (folder / "device.any.lock").open("r+b") as file:
+        return locked_by_other(file.fileno(), 0)
+
+
+def test_while_a_thread_waits_in_line_no_other_thread_goes_round_it(folder: Path, pool: ThreadPoolExecutor) -> None:
+    """The turnstile belongs to the process: a thread that tried it would release it for the one that waits there."""
+    locks = TierLocks(folder, "device", timeout_seconds=LONG)
+
+    def hold() -> bool:
+        with locks.hold() as held:
+            return held.acquired
+
+    with neighbour(folder) as other:
+        assert other.hold()
+        threads = [pool.submit(hold)]
+        until(lambda: locks.native.first, "the turnstile")
+        threads.append(pool.submit(hold))
+        wait_in_line(locks, 2)
+        assert in_fork(lambda: is_turnstile_locked(folder))
+        other.leave()
+        assert all(thread.result() for thread in threads)
+        until(lambda: not locks.native.queued, "the end of the line")
+        assert not in_fork(lambda: is_turnstile_locked(folder))
+        assert other.hold()
+
+
+def test_what_interrupts_a_wait_leaves_nothing_behind(folder: Path, pool: ThreadPoolExecutor) -> None:
+    locks = TierLocks(folder, "device", timeout_seconds=LONG)
+
+    def interrupt() -> None:
+        wait_in_line(locks, 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with neighbour(folder) as other:
+        assert other.hold()
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt), locks.hold():
+            pass
+        interrupting.result()
+        assert locks.native.waiting == 0
+        other.leave()
+        with locks.hold() as held:
+            assert held.acquired
+        assert locks.native.inside == 0
+        assert other.hold()
+
+
+def test_a_wait_for_threads_of_the_same_process_can_be_interrupted(folder: Path, pool: ThreadPoolExecutor) -> None:
+    locks = TierLocks(folder, "device", timeout_seconds=LONG)
+    leave = threading.Event()
+
+    def stay() -> None:
+        with locks.hold():
+            assert leave.wait(LONG)
+
+    def interrupt() -> None:
+        wait_in_line(locks, 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with neighbour(folder, timeout_seconds=LONG) as other:
+        staying = pool.submit(stay)
+        until(lambda: locks.native.inside == 1, "the first thread")
+        other.enter()
+        other.wait_until_in_line()
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt), locks.hold():
+            pass
+        interrupting.result()
+        assert (locks.native.inside, locks.native.waiting) == (1, 0)
+        leave.set()
+        staying.result()
+        assert other.entered()[0]
+
+
+def test_the_native_lock_and_its_users_in_python_share_one_count(folder: Path, pool: ThreadPoolExecutor) -> None:
+    locks = TierLocks(folder, "device", timeout_seconds=LONG)
+    native = locks.native
+    with neighbour(folder, timeout_seconds=0) as other:
+        assert other.hold()
+        waits = [pool.submit(native.enter, LONG) for _ in range(2)]
+        wait_in_line(locks, 2)
+        other.leave()
+        for entered in waits:
+            assert entered.result().acquired
+            assert entered.result().waited_seconds > 0
+        with locks.hold() as held:
+            assert held.acquired
+            assert native.inside == 3
+        native.leave()
+        assert not other.hold()
+        other.leave()
+        native.leave()
+        assert other.hold()
+        refused = native.enter(0.0)
+        assert not refused.acquired
+        assert (refused.failed_errno, refused.failure) == (0, "")
 
 
 def test_a_forked_child_has_nothing_of_its_parents_lock_and_frees_nothing(folder: Path) -> None:
@@ -332,7 +379,7 @@ def test_a_child_forked_inside_leaves_without_freeing(folder: Path) -> None:
     with neighbour(folder, timeout_seconds=0) as other:
         holding = locks.hold()
         assert holding.__enter__().acquired
-        assert in_fork(lambda: (holding.__exit__(None, None, None), locks._file.inside)[1]) == 0
+        assert in_fork(lambda: (holding.__exit__(None, None, None), locks.native.inside)[1]) == 0
         assert not other.hold()
         other.leave()
         holding.__exit__(None, None, None)
@@ -385,11 +432,12 @@ def test_a_folder_that_others_took_over_stops_no_training(folder: Path, caplog: 
 
 
 def test_files_are_private_and_closed_on_exec(folder: Path) -> None:
-    locks = TierLocks(folder, "device")
+    TierLocks(folder, "device")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "device.any.lock").stat().st_mode & 0o777 == 0o600
-    assert locks._file.fd is not None
-    assert not os.get_inheritable(locks._file.fd)
+    opened = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.resolve().parent == folder]
+    assert len(opened) == 1
+    assert not os.get_inheritable(opened[0])
 
 
 def test_the_key_tells_file_systems_apart(tmp_path: Path) -> None:

@@ -232,16 +232,16 @@ def test_a_new_run_in_the_same_place_is_not_taken_for_the_dead_one(tmp_path: Pat
 def test_an_owner_file_that_is_replaced_meanwhile_saves_the_directory(
     dead: Leftover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lockf = fcntl.lockf
+    try_lock = scratch_module.try_lock
 
-    def replace_first(fd: int, *arguments: int) -> None:
+    def replace_first(fd: int, byte: int) -> bool:
         path = dead.directory / "owner.json"
         text = path.read_text()
         path.unlink()
         path.write_text(text)
-        lockf(fd, *arguments)
+        return try_lock(fd, byte)
 
-    monkeypatch.setattr(fcntl, "lockf", replace_first)
+    monkeypatch.setattr(scratch_module, "try_lock", replace_first)
     with pytest.raises(ScratchTaken, match="has changed since it was listed"):
         remove(dead)
     assert dead.directory.is_dir()
