@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponent
 from tidegate.agent.tiers.disk_space import free_bytes, too_large_message
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
-from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, run_transfer
+from tidegate.agent.tiers.transfers import Operation, PathCounters, PreparedMove, Transfer, run_transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, crc32c
 from tidegate.kernels.dispatch import TransferTask
@@ -67,12 +68,13 @@ class FileMover:
         self.pools = {"read": IoPool(threads), "write": IoPool(threads)}
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
         self._moving: set[object] = set()
+        self._counting = threading.Lock()
 
     @property
     def busy(self) -> bool:
         """Whether a transfer is in progress. The kernel may use the transfer's file and memory until the transfer has
         ended."""
-        return bool(self._moving) or any(not isnan(task.since) for _, task in tuple(self.counters.prepared))
+        return bool(self._moving) or any(not isnan(one.task.since) for one in tuple(self.counters.prepared))
 
     def read(
         self, file: StateFile, address: int, begun: Callable[[], None], failed: TransferTask | None = None
@@ -92,7 +94,7 @@ class FileMover:
 
     def prepare(self, operation: Operation, file: StateFile, address: int) -> TransferTask | None:
         """The transfer as a task, which a lane runs without the interpreter; None for a file without direct I/O, which
-        must be synchronised after a write. To be followed by `completed`, or by `read` or `write` with the task."""
+        must be synchronised after a write. A task that fails is followed by `read` or `write`."""
         if not file.direct:
             return None
         writes, padding = operation == "write", file.data_bytes - file.kind.data_bytes
@@ -107,14 +109,19 @@ class FileMover:
             padding if writes else 0,
             *((None, 0.0) if self.locks is None else (self.locks.native, self.locks.timeout_seconds)),
         )
-        self.counters.prepared.append((operation, task))
+        self.counters.prepared.append(PreparedMove(operation, task, file.data_bytes))
         return task
 
-    def completed(self, operation: Operation, file: StateFile, task: TransferTask) -> None:
-        """Counts a transfer that was run as a task."""
-        ticket = task.ticket
-        assert ticket is not None, "the task has run"
-        self.counters.count(operation, Transfer(ticket.start, ticket.end, file.data_bytes, self._lock_wait(task)))
+    def count_finished(self) -> None:
+        """Counts the transfers that lanes have run as tasks since the last call."""
+        with self._counting:
+            for one in self.counters.prepared:
+                if one.counted or not one.task.succeeded:
+                    continue
+                one.counted, ticket = True, one.task.ticket
+                assert ticket is not None, "the task has run"
+                moved = Transfer(ticket.start, ticket.end, one.nbytes, self._lock_wait(one.task))
+                self.counters.count(one.operation, moved)
 
     def _lock_wait(self, task: TransferTask) -> float:
         """Seconds that a task that has run waited for the lock. Counts a wait that timed out."""

@@ -95,7 +95,6 @@ class StoragePath:
         """Opens the path and creates its scratch directory. PathUnusable, PathFull or ScratchTaken when that fails."""
         self.name = name
         self.settings = settings
-        self.counters = PathCounters()
         self._run_id = run_id
         self.states: dict[int, StateFile] = {}
         """Files of the subgroups on this path, whose space is reserved."""
@@ -105,13 +104,19 @@ class StoragePath:
         try:
             slots, key = settings.lock_slots, device_key(settings.directory)
             locks = locks_of_path(name, key, slots) if slots else None
-            self._mover = FileMover(name, settings.threads, settings.block_bytes, locks, self.counters)
+            self._mover = FileMover(name, settings.threads, settings.block_bytes, locks, PathCounters())
         except BaseException:
             self._scratch.close()
             raise
         self._warned_buffered = False
         self._numbers = itertools.count(1)
         """Numbers in file names, so that no name is used twice."""
+
+    @property
+    def counters(self) -> PathCounters:
+        """Counters of all transfers that have ended."""
+        self._mover.count_finished()
+        return self._mover.counters
 
     @property
     def busy(self) -> bool:
@@ -220,7 +225,7 @@ class StoragePath:
         """The same as a task, which a lane runs without the interpreter; None if `read` must be called."""
         file = self.states[subgroup]
         task = self._mover.prepare("read", file, address) if file.step >= 0 else None
-        return PreparedTransfer(task, partial(self._mover.completed, "read", file, task)) if task is not None else None
+        return PreparedTransfer(task, self._mover.count_finished) if task is not None else None
 
     def write(
         self,
@@ -250,11 +255,7 @@ class StoragePath:
             return None
         file = self._file_to_write(subgroup)
         task = self._mover.prepare("write", file, address)
-        return PreparedTransfer(task, partial(self._completed_write, file, task, step)) if task is not None else None
-
-    def _completed_write(self, file: StateFile, task: TransferTask, step: int) -> None:
-        self._mover.completed("write", file, task)
-        self._written(file, step)
+        return PreparedTransfer(task, partial(self._written, file, step)) if task is not None else None
 
     def _file_to_write(self, subgroup: int) -> StateFile:
         """The file for the subgroup's next state: its spare file if a checkpoint holds the present one."""
@@ -263,6 +264,7 @@ class StoragePath:
 
     def _written(self, file: StateFile, step: int) -> None:
         """Makes `file` the file of its subgroup. step: number of the update whose state it holds."""
+        self._mover.count_finished()
         file.step, subgroup = step, file.kind.subgroup
         before = self.states[subgroup]
         if file is not before:

@@ -57,6 +57,16 @@ class Transfer(DoneEvent):
     """False for the transfer of a part of a file: background checkpoints copy in parts."""
 
 
+@dataclass(slots=True)
+class PreparedMove:
+    """A transfer that a lane runs without the interpreter. counted: whether the counters include it."""
+
+    operation: Operation
+    task: TransferTask
+    nbytes: int
+    counted: bool = False
+
+
 @dataclass
 class PathCounters:
     """Counters of a path since the run began, by operation: `read`, `write`. Calibration is not counted."""
@@ -79,14 +89,14 @@ class PathCounters:
     under_way: dict[object, tuple[str, float]] = field(default_factory=dict)
     """Operation and start time of each transfer that Python waits for."""
 
-    prepared: list[tuple[str, TransferTask]] = field(default_factory=list)
-    """Operation and task of the transfers that lanes run without the interpreter."""
+    prepared: list[PreparedMove] = field(default_factory=list)
+    """The transfers of the present plan that lanes run without the interpreter."""
 
     @property
     def open_transfers(self) -> list[tuple[str, float]]:
         """Operation and start time (monotonic clock, seconds) of each transfer that has not ended, without the wait for
         the lock."""
-        tasks = [(operation, task.since) for operation, task in tuple(self.prepared)]
+        tasks = [(one.operation, one.task.since) for one in tuple(self.prepared)]
         return [*self.under_way.values(), *((operation, since) for operation, since in tasks if not isnan(since))]
 
     @contextmanager

@@ -58,6 +58,7 @@ TaskResult TransferTask::run(const std::function<void()>& queued) {
   since_ = std::numeric_limits<double>::quiet_NaN();
   if (entered_ && entered_->acquired) lock_->leave();
   if (!ok) return {asked, monotonic_seconds(), false};
+  succeeded_ = true;
   const IoState state = ticket_->state();
   return {state.start, state.end};
 }

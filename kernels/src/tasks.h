@@ -91,6 +91,7 @@ class TransferTask : public Task {
       : pool_(pool), request_(request), padding_(padding), lock_(std::move(lock)), timeout_seconds_(timeout_seconds) {}
   TaskResult run(const std::function<void()>& queued) override;
 
+  bool succeeded() const { return succeeded_; }
   // Since when the transfer is under way; NaN if it is not. May be asked at any time.
   double since() const { return since_; }
   // How it got the lock; nothing before it asked for it, and without a lock.
@@ -106,6 +107,7 @@ class TransferTask : public Task {
   const double timeout_seconds_;
   std::optional<Entered> entered_;
   std::optional<IoTicket> ticket_;
+  std::atomic<bool> succeeded_{false};
   std::atomic<double> since_{std::numeric_limits<double>::quiet_NaN()};
 };
 

@@ -17,6 +17,7 @@ from tidegate.agent.devices.base import Copy, Event
 from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.op_runner import StepInputs
 from tidegate.agent.tiers.file_path import StoragePath
+from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
 from tidegate.agent.tiers.transfers import Transfer
 from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan
@@ -181,6 +182,7 @@ class Training:
             return event
 
         self.device.copy = noted  # type: ignore[method-assign]
+        self.device.copy_task = lambda *_: None  # type: ignore[method-assign]  # all copies are noted
 
     def _note_transfers(self) -> None:
         """What goes to and from storage paths: whole pages of each state, counted here, as copies on lanes."""
@@ -200,7 +202,23 @@ class Training:
                 self.outside.copies.append((lane, pages[subgroup], moved.start, moved.end))
             return moved
 
+        prepare = getattr(path, f"prepare_{operation}")
+
+        def noted_task(subgroup: int, *more: int) -> PreparedTransfer | None:
+            prepared: PreparedTransfer | None = prepare(subgroup, *more)
+            if prepared is None:
+                return None
+
+            def completed() -> None:
+                ticket = prepared.task.ticket
+                assert ticket is not None
+                self.outside.copies.append((lane, pages[subgroup], ticket.start, ticket.end))
+                prepared.completed()
+
+            return PreparedTransfer(prepared.task, completed)
+
         setattr(path, operation, noted)
+        setattr(path, f"prepare_{operation}", noted_task)
 
 
 @dataclass

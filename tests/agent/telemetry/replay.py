@@ -194,6 +194,7 @@ def _look_in_a_read(optimizer: Any, take: Callable[[], None]) -> None:
         return ticket
 
     path._mover._transfer = looking
+    path._mover.prepare = lambda *_: None
 
 
 def _step_row(step: FinishedStep, predicted: float | None) -> dict[str, Any]:

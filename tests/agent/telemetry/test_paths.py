@@ -259,6 +259,7 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
             return run.value("tidegate_path_busy_seconds_total", path="nvme", operation="read")
 
         before, nbytes = busy(), run.value("tidegate_path_bytes_total")
+        monkeypatch.setattr(FileMover, "prepare", lambda *_: None)  # all transfers go by Python
         monkeypatch.setattr(FileMover, "_transfer", hanging)
         made.start()
         try:
@@ -310,6 +311,7 @@ def test_attempts_that_fail_are_counted_where_they_failed(tmp_path: Path, monkey
                 check(mover, operation, file, address, said)  # type: ignore[arg-type]
             check(mover, operation, file, address, ticket)
 
+        monkeypatch.setattr(FileMover, "prepare", lambda *_: None)  # all transfers go by Python
         monkeypatch.setattr(FileMover, "_check", bad_moment)
         made.step()
         assert not failures
