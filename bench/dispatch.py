@@ -1,14 +1,17 @@
 """Claim: to hand an op to its lane and to note its end takes at most 10 us.
 
-The ops do nothing, and their runner is in Python, as that of the engine. `free`: 300 ops on four lanes, without
-dependencies, so that each lane always has ops that may begin. `chain`: each op waits for the one before it, on another
-lane. Both are wall time divided by the number of ops, medians of rounds that take turns.
+The ops do nothing. `free`: 300 ops on four lanes, without dependencies, so that each lane always has ops that may
+begin. `chain`: each op waits for the one before it, on another lane. Both are wall time divided by the number of ops,
+medians of rounds that take turns. The ops have tasks, which lanes run without the interpreter, as updates on the CPU
+and transfers from and to files have. `free_in_python` and `chain_in_python`: the same without tasks, by a runner in
+Python, as copies of gradients and ops on a GPU are run.
 
 `handover`: time from a thread to another one and back through two pipes, divided by two; the threads are of two
 processes, so that no interpreter lock is in the way.
 
 `loop_slowed_by`: how much longer a loop in Python takes in the main thread while another thread repeats the plan
-without dependencies. Lanes whose ops are in Python share the interpreter with it.
+without dependencies in the lanes. `loop_slowed_by_python`: the same with ops in Python, whose lanes share the
+interpreter with the loop, and with all of `start` and `finish`, which are Python.
 
 `--before DIR` measures the code in another directory, such as a clone of an earlier commit, in turns with this one.
 """
@@ -41,6 +44,8 @@ KINDS = (OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.CPU_UPDATE, OpKind.DEVICE_UP
 """One for each lane."""
 LOOP = 2_000_000
 BOUND_MICROSECONDS = 10.0
+"""Of an op; in a chain, on top of a hand-over between threads."""
+LOOP_BOUND = 0.02
 DONE = DoneEvent(0.0, 0.0)
 IssuedOp: Any = executor_module.IssuedOp
 
@@ -66,9 +71,19 @@ def new_executor() -> Executor:
     return Executor(Nothing(), *((clock(),) if clock is not None else ()))
 
 
-def microseconds(executor: Executor, of: Plan) -> float:
+def prepared(of: Plan) -> dict[int, Any]:
+    """A task that does nothing for each op; empty for code that has no tasks."""
+    if not hasattr(executor_module, "PreparedOp"):
+        return {}
+    from tidegate.kernels.dispatch import copy_task
+
+    nothing = executor_module.PreparedOp(copy_task([], float("inf")))
+    return {op.id: nothing for op in of.ops}
+
+
+def microseconds(executor: Executor, of: Plan, ops: dict[int, Any]) -> float:
     began = time.perf_counter()
-    executor.start(of)
+    executor.start(of, *((ops,) if ops else ()))
     executor.step()
     executor.finish()
     return (time.perf_counter() - began) / OPS * 1e6
@@ -99,14 +114,14 @@ def loop_seconds() -> float:
     return time.perf_counter() - began
 
 
-def loop_slowed_by(executor: Executor) -> float:
-    free, ratios = plan(chain=False), []
+def loop_slowed_by(repeat_once: Callable[[], object]) -> float:
+    ratios = []
     for _ in range(5):
         alone, stop = loop_seconds(), threading.Event()
 
         def repeat(stop: threading.Event = stop) -> None:
             while not stop.is_set():
-                microseconds(executor, free)
+                repeat_once()
 
         repeating = threading.Thread(target=repeat)
         repeating.start()
@@ -116,18 +131,40 @@ def loop_slowed_by(executor: Executor) -> float:
     return statistics.median(ratios)
 
 
+def repeated_in_lanes(executor: Executor, of: Plan) -> Callable[[], object]:
+    """Runs the plan in the lanes, without the parts of `start` and `finish` that are Python: they are work of the
+    training thread itself."""
+    from tidegate.agent.engine.plan_execution import PlanExecution, program_of
+    from tidegate.kernels.dispatch import Until
+
+    lanes, program, tasks = executor._lanes, program_of(of, executor._names), PlanExecution(of).prepare(prepared(of))
+
+    def once() -> None:
+        lanes.start(program, tasks)
+        lanes.wait(Until.DONE, [], 10.0)
+        lanes.forget()
+
+    return once
+
+
 def one_turn() -> dict[str, float]:
     executor, plans = new_executor(), {"free": plan(chain=False), "chain": plan(chain=True)}
-    found: dict[str, list[float]] = {"free": [], "chain": [], "handover": []}
+    tasks = {name: prepared(of) for name, of in plans.items()}
+    found: dict[str, list[float]] = {
+        "free": [], "chain": [], "free_in_python": [], "chain_in_python": [], "handover": []
+    }  # fmt: skip
     for round_number in range(ROUNDS + 2):
-        row = {name: microseconds(executor, of) for name, of in plans.items()}
+        row = {name: microseconds(executor, of, tasks[name]) for name, of in plans.items()}
+        row |= {f"{name}_in_python": microseconds(executor, of, {}) for name, of in plans.items()}
         if round_number >= 2:
             for name, value in row.items():
                 found[name].append(value)
             if round_number % 6 == 0:
                 found["handover"].append(handover_microseconds())
     result = {name: statistics.median(values) for name, values in found.items()}
-    result["loop_slowed_by"] = loop_slowed_by(executor)
+    if tasks["free"]:
+        result["loop_slowed_by"] = loop_slowed_by(repeated_in_lanes(executor, plans["free"]))
+    result["loop_slowed_by_python"] = loop_slowed_by(lambda: microseconds(executor, plans["free"], {}))
     executor.close()
     return result
 
@@ -164,7 +201,10 @@ def main() -> int:
                 print(f"turn {turn + 1}, {side}: {turns[side][-1]}", file=sys.stderr)
     of = {side: {name: spread([turn[name] for turn in found]) for name in found[0]} for side, found in turns.items()}
     now = of["now"]
-    good = now["free"]["median"] <= BOUND_MICROSECONDS
+    chain, handover, slowed = (now[name]["median"] for name in ("chain", "handover", "loop_slowed_by"))
+    good = (
+        now["free"]["median"] <= BOUND_MICROSECONDS and chain <= handover + BOUND_MICROSECONDS and slowed <= LOOP_BOUND
+    )
     print(json.dumps({
         "bench": "dispatch", "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "ops": OPS,
         "microseconds_per_op": now["free"]["median"], "bound": BOUND_MICROSECONDS,

@@ -31,7 +31,7 @@ from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
 from tidegate.agent.engine.plan_execution import IssuedOp, PlanExecution, PreparedOp, program_of
 from tidegate.errors import EngineError, LaneStuckError
-from tidegate.kernels.dispatch import How, Lanes, Outcome, ProgramOp, Until
+from tidegate.kernels.dispatch import How, Lanes, Outcome, Program, Until
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.timeline.timeline import Span
@@ -80,7 +80,7 @@ class Executor:
         self._watchdog_seconds = watchdog_seconds
         self._lanes = Lanes([lane in self._ahead for lane in lanes])
         self._execution: PlanExecution | None = None
-        self._program: tuple[Plan, list[ProgramOp]] | None = None
+        self._program: tuple[Plan, Program] | None = None
         """The last plan, and its program: most steps have the plan of the step before."""
         self._pid = os.getpid()
         self.closed = False
@@ -167,10 +167,8 @@ class Executor:
         wanted = execution.places_of(ops)
         self._wait(Until.ISSUED, wanted)
         self._raise_failure(execution)
-        issued = self._lanes.issued
-        execution.add_results(issued, self._lanes.results)
-        events = dict(issued)
-        return [execution.runs[events[place]].event for place in wanted if place in events]
+        last_runs, spans = dict(self._lanes.issued), self._lanes.results
+        return [execution.event_of(place, last_runs[place], spans) for place in wanted if place in last_runs]
 
     def wait_until_ready_ops_issued(self, lanes: Collection[str]) -> None:
         """Waits until these lanes have issued all ops whose dependencies and gates allow it now."""
@@ -187,16 +185,16 @@ class Executor:
         """
         execution = self._current()
         self._wait(Until.DONE)
-        issued, skipped = self._lanes.issued, self._lanes.is_skipped
+        issued, task_spans, skipped = self._lanes.issued, self._lanes.results, self._lanes.is_skipped
         try:
-            execution.complete(issued, self._lanes.results)
+            execution.complete(issued, task_spans)
             self._raise_failure(execution)
         except BaseException:
             _wait_after_failure(execution, issued)
             raise
         finally:
             self._forget()
-        return tuple(self._spans(execution, issued)), skipped
+        return tuple(self._spans(execution, issued, task_spans)), skipped
 
     def cancel(self) -> tuple[Span, ...]:
         """Drops the ops that have not begun, waits for the ops in progress, and returns the spans of all ops that ran.
@@ -206,10 +204,10 @@ class Executor:
             return ()
         self._lanes.drop()
         self._wait(Until.IDLE)
-        issued = self._lanes.issued
-        execution.complete(issued, self._lanes.results)
+        issued, task_spans = self._lanes.issued, self._lanes.results
+        execution.complete(issued, task_spans)
         self._forget()
-        return tuple(self._spans(execution, issued))
+        return tuple(self._spans(execution, issued, task_spans))
 
     def close(self) -> None:
         """Ends the lane threads, except for a thread that is stuck. Idempotent."""
@@ -296,13 +294,22 @@ class Executor:
             outcome = Outcome.FAILED
         self._lanes.ended(run, outcome, done)
 
-    def _spans(self, execution: PlanExecution, issued: Sequence[tuple[int, int]]) -> Iterator[Span]:
-        """The spans of the ops that ran, in the order in which they ended. Waits for the end of each op."""
+    def _spans(
+        self,
+        execution: PlanExecution,
+        issued: Sequence[tuple[int, int]],
+        task_spans: Mapping[int, tuple[float, float]],
+    ) -> Iterator[Span]:
+        """The spans of the ops that ran, in the order in which they ended. Waits for the end of each op.
+
+        issued: places and runs of ops. task_spans: start and end of each task that has run, by run.
+        """
         lane_ends: dict[str, float] = {}
         for place, run in issued:
-            op, done = execution.plan.ops[place], execution.runs[run]
-            done.event.wait()
-            start, end = done.event.span()
+            op, done = execution.plan.ops[place], execution.runs.get(run) or execution.prepared[place]
+            event = execution.event_of(place, run, task_spans)
+            event.wait()
+            start, end = event.span()
             if op.lane in self._ahead:
                 start = max(start, lane_ends.get(op.lane, start))
                 end = lane_ends[op.lane] = max(start, end)
@@ -341,4 +348,5 @@ def _wait_after_failure(execution: PlanExecution, issued: Sequence[tuple[int, in
     Errors of this work are ignored."""
     for _, run in issued:
         with suppress(Exception):
-            execution.runs[run].event.wait()
+            if run in execution.runs:  # tasks have ended
+                execution.runs[run].event.wait()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.agent.devices.base import DoneEvent, Event
-from tidegate.kernels.dispatch import Gate, ProgramOp, Task
+from tidegate.kernels.dispatch import Gate, Program, ProgramOp, Task, TaskList
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
 
@@ -56,33 +56,29 @@ class PlanExecution:
         """The places of the ops with these ids."""
         return [self.plan.places[op] for op in ids]
 
-    def prepare(self, ops: Mapping[int, PreparedOp]) -> list[tuple[int, Task]]:
-        """Adds prepared ops, by id. Returns their tasks, by place."""
-        added = {self.plan.places[op]: prepared for op, prepared in ops.items()}
+    def prepare(self, ops: Mapping[int, PreparedOp]) -> TaskList:
+        """Adds prepared ops, by id. Returns their tasks."""
+        places = self.plan.places
+        added = {places[op]: prepared for op, prepared in ops.items()}
         self.prepared |= added
-        return [(place, prepared.task) for place, prepared in added.items()]
+        return TaskList([(place, prepared.task) for place, prepared in added.items()])
 
-    def add_results(self, issued: Sequence[tuple[int, int]], spans: Mapping[int, tuple[float, float]]) -> None:
-        """Adds the results of the tasks that have run. issued: places and runs of ops. spans: the spans of the tasks,
-        by run."""
-        for place, run in issued:
-            if run in spans and run not in self.runs:
-                prepared = self.prepared[place]
-                self.runs[run] = IssuedOp(DoneEvent(*spans[run]), prepared.nbytes, prepared.numel)
+    def event_of(self, place: int, run: int, spans: Mapping[int, tuple[float, float]]) -> Event:
+        """The event of an op that was issued. spans: the spans of the tasks that have run, by run."""
+        return DoneEvent(*spans[run]) if run in spans else self.runs[run].event
 
     def complete(self, issued: Sequence[tuple[int, int]], spans: Mapping[int, tuple[float, float]]) -> None:
-        """Records the success of the tasks that have run; to be called once, at the end. Arguments as for
-        `add_results`."""
-        self.add_results(issued, spans)
+        """Records the success of the tasks that have run; to be called once, at the end. issued: places and runs of
+        ops. spans: as for `event_of`."""
         for place, run in issued:
             if run in spans and (completed := self.prepared[place].completed) is not None:
                 completed()
 
 
-def program_of(plan: Plan, lanes: Sequence[str]) -> list[ProgramOp]:
+def program_of(plan: Plan, lanes: Sequence[str]) -> Program:
     """The plan as a program for the dispatcher. lanes: names of the dispatcher's lanes, in their order."""
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    return [_program_op(op, numbers[op.lane], [plan.places[dep] for dep in op.deps]) for op in plan.ops]
+    return Program([_program_op(op, numbers[op.lane], [plan.places[dep] for dep in op.deps]) for op in plan.ops])
 
 
 def _program_op(op: Op, lane: int, deps: list[int]) -> ProgramOp:

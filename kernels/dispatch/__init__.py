@@ -14,7 +14,9 @@ from tidegate.kernels import _native
 Dispatcher = _native.Dispatcher
 GradientFactor = _native.GradientFactor
 Lanes = _native.Lanes
+Program = _native.Program
 Task = _native.Task
+TaskList = _native.TaskList
 TransferTask = _native.TransferTask
 copy_task = _native.copy_task
 ProgramOp = tuple[int, int, int, bool, bool, list[int]]

@@ -37,6 +37,15 @@ int checked(int value, int count, const char* name) {
   return value;
 }
 
+// What a plan needs to be started, made once for each plan.
+struct Program {
+  std::vector<PlannedOp> ops;
+};
+
+struct TaskList {
+  Tasks tasks;
+};
+
 std::vector<PlannedOp> program_of(std::vector<OpTuple> ops) {
   std::vector<PlannedOp> program;
   program.reserve(ops.size());
@@ -115,14 +124,20 @@ void bind_dispatch(nb::module_& m) {
       .def_prop_ro("is_skipped", &Dispatcher::is_skipped)
       .def_prop_ro("failed_run", &Dispatcher::failed_run)
       .def_prop_ro("issued", &Dispatcher::issued);
+  nb::class_<Program>(m, "Program", "A plan for the dispatcher.")
+      .def("__init__", [](Program* self, std::vector<OpTuple> ops) { new (self) Program{program_of(std::move(ops))}; },
+           "ops"_a);
+  nb::class_<TaskList>(m, "TaskList", "The tasks of ops, by place in the program.")
+      .def("__init__", [](TaskList* self, Tasks tasks) { new (self) TaskList{std::move(tasks)}; }, "tasks"_a = Tasks());
   nb::class_<Lanes>(m, "Lanes",
                     "A dispatcher, and the threads that wait for it without the interpreter lock. Any thread may call any\n"
                     "method. In a forked child the methods do nothing.")
       .def(nb::init<std::vector<bool>>(), "ahead"_a)
-      .def("start", [](Lanes& its, std::vector<OpTuple> ops, const Tasks& tasks) {
-             its.start(program_of(std::move(ops)), tasks);
-           }, "ops"_a, "tasks"_a = Tasks())
-      .def("arm", &Lanes::arm)
+      .def("start", [](Lanes& its, const Program& program, const TaskList& list) {
+             const GilReleased released;
+             its.start(program.ops, list.tasks);
+           }, "program"_a, "tasks"_a = TaskList())
+      .def("arm", [](Lanes& its, const TaskList& list) { its.arm(list.tasks); })
       .def("forget", &Lanes::forget)
       .def("take", &py_take)
       .def("perform", &py_perform)

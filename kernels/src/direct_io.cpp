@@ -2,7 +2,6 @@
 #include "direct_io.h"
 
 #include <pthread.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "move_block.h"
 #include "signals_blocked.h"
 
@@ -24,12 +24,6 @@ namespace tidegate {
 namespace {
 
 constexpr double kLongestWaitSeconds = 1e8;  // what is longer is no limit, and would overflow the clock
-
-double now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
-}
 
 void check_aligned(size_t value, const char* name) {
   if (value % kDirectAlignment != 0)
@@ -99,7 +93,7 @@ struct IoQueue {
       const size_t block = begin_block(*transfer);
       lock.unlock();
       const BlockOutcome outcome = move_block(transfer->request, transfer->direct, block);
-      const double end = now();
+      const double end = monotonic_seconds();
       lock.lock();
       end_block(*transfer, block, outcome, end);
     }
@@ -108,7 +102,7 @@ struct IoQueue {
   size_t begin_block(IoTransfer& transfer) {
     const size_t block = transfer.next++;
     ++transfer.running;
-    if (block == 0) transfer.state.start = now();
+    if (block == 0) transfer.state.start = monotonic_seconds();
     if (transfer.next == transfer.num_blocks) waiting.pop_front();
     return block;
   }
@@ -141,7 +135,7 @@ struct IoQueue {
   void finish_if_all_ended(IoTransfer& transfer) {
     IoState& state = transfer.state;
     if (state.done || transfer.running != 0 || transfer.next != transfer.num_blocks) return;
-    if (std::isnan(state.start)) state.start = transfer.last_end = now();  // no block was begun
+    if (std::isnan(state.start)) state.start = transfer.last_end = monotonic_seconds();  // no block was begun
     state.end = transfer.last_end;
     state.done = true;
     transfer.ended.notify_all();

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include "clock.h"
+
 namespace tidegate {
 
 void Lanes::start(std::vector<PlannedOp> program, const Tasks& tasks) {

@@ -2,18 +2,13 @@
 
 #include <time.h>
 
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 
-namespace tidegate {
+#include "clock.h"
 
-double monotonic_seconds() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
-}
+namespace tidegate {
 
 CopyTask::CopyTask(std::vector<Copy> copies, double bytes_per_second)
     : copies_(std::move(copies)),

@@ -16,9 +16,6 @@
 
 namespace tidegate {
 
-// As Python's time.monotonic().
-double monotonic_seconds();
-
 // What a task did: its span in seconds of the monotonic clock, and whether it succeeded.
 struct TaskResult {
   double start;

@@ -35,6 +35,36 @@ std::vector<PlannedOp> random_program(std::mt19937& random) {
   return program;
 }
 
+// Reads what the op's dependencies wrote, so that a sanitizer sees a missing order.
+void work(Board& board, int op) {
+  int sum = 1;
+  for (const int dep : board.program[size_t(op)].deps) sum += board.value[size_t(dep)];
+  board.value[size_t(op)] = sum;
+}
+
+struct WorkTask : Task {
+  WorkTask(Board& on, int of, bool good) : board(on), op(of), succeeds(good) {}
+  TaskResult run(const std::function<void()>& queued) override {
+    if (succeeds) {
+      if (op % 2) queued();
+      work(board, op);
+    }
+    return {0.0, 0.0, succeeds};
+  }
+  Board& board;
+  const int op;
+  const bool succeeds;
+};
+
+// Tasks for about half of the ops; one in eight of them fails.
+Tasks random_tasks(Board& board, std::mt19937& random) {
+  Tasks tasks;
+  for (size_t op = 0; op < board.program.size(); ++op)
+    if (!board.program[op].copies_gradient && random() % 2)
+      tasks.emplace_back(int(op), std::make_shared<WorkTask>(board, int(op), random() % 8 != 0));
+  return tasks;
+}
+
 void fail(const char* why) {
   std::fprintf(stderr, "%s\n", why);
   std::abort();
@@ -49,24 +79,23 @@ int main(int, char** arguments) {
   Lanes lanes(ahead);
   Board board;
   std::atomic<long> ran{0};
+  long tasks_ran = 0;
   std::vector<std::thread> threads;
   for (int lane = 0; lane < kLanes; ++lane)
     for (int turn = 0; turn < (ahead[size_t(lane)] ? 2 : 1); ++turn)
       threads.emplace_back([&, lane] {
         while (const auto begun = lanes.take(lane)) {
-          // Reads what its dependencies wrote, so that a sanitizer sees a missing order.
-          int sum = 1;
-          for (const int dep : board.program[size_t(begun->op)].deps) sum += board.value[size_t(dep)];
+          if (begun->how == Taken::How::Wait && lanes.perform(begun->op, begun->run)) continue;
           if (begun->run % 2) lanes.queued(begun->run);
-          board.value[size_t(begun->op)] = sum;
+          work(board, begun->op);
           ++ran;
-          lanes.ended(begun->run, Outcome::Issued);
+          lanes.ended(begun->run, Outcome::Issued, begun->run % 3 == 0);
         }
       });
   for (int done = 0; done < wanted; ++done) {
     board.program = random_program(random);
     board.value.assign(board.program.size(), 0);
-    lanes.start(board.program);
+    lanes.start(board.program, random_tasks(board, random));
     std::vector<int> copies;
     for (size_t i = 0; i < board.program.size(); ++i)
       if (board.program[i].copies_gradient) copies.push_back(int(i));
@@ -82,15 +111,18 @@ int main(int, char** arguments) {
       }
     } else {
       lanes.step(repeat);
+      lanes.arm(random_tasks(board, random));
       while (!lanes.wait(Until::Done, {}, 1.0)) {
       }
       for (size_t i = 0; i < board.program.size(); ++i)
         if (board.value[i] < 1 + int(board.program[i].deps.size())) fail("an op ran before its dependencies");
     }
+    tasks_ran += long(lanes.results().size());
     lanes.forget();
   }
   lanes.close();
+  if (!lanes.wait_for_tasks(1.0)) fail("a task runs although no op does");
   for (std::thread& thread : threads) thread.join();
-  std::printf("programs %d ops %ld\n", wanted, ran.load());
+  std::printf("programs %d ops %ld tasks %ld\n", wanted, ran.load(), tasks_ran);
   return 0;
 }

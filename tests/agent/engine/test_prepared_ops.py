@@ -1,0 +1,177 @@
+"""Ops that lanes run without the interpreter: which ones they are, and what happens when their tasks fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tidegate
+from tests.agent.tiers.faults import flip_bit, state_file, store_of, train, training
+from tests.services import until
+from tidegate.agent.devices.base import DoneEvent, Event
+from tidegate.agent.engine.executor import Executor
+from tidegate.agent.engine.op_runner import MemoryRunner
+from tidegate.agent.engine.plan_execution import IssuedOp, PreparedOp
+from tidegate.agent.engine.prepared_ops import OpPreparer
+from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.errors import BlockDamaged, StateLost
+from tidegate.kernels.dispatch import copy_task
+from tidegate.plan.ops import Op, OpKind
+from tidegate.plan.plan import Plan
+
+INFINITY = float("inf")
+
+
+@contextmanager
+def ran_in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OpKind]]:
+    """The kinds of the ops that the op runner runs. The gradient norm waits until all ops of the step are prepared."""
+    run, norm, in_step = MemoryRunner.run, MemoryRunner._norm, OpPreparer.in_step
+    kinds: list[OpKind] = []
+    prepared = threading.Event()
+
+    def noted(runner: MemoryRunner, op: Op, begun: Callable[[], None]) -> IssuedOp:
+        kinds.append(op.kind)
+        return run(runner, op, begun)
+
+    def late(runner: MemoryRunner) -> IssuedOp:
+        assert prepared.wait(30)
+        time.sleep(0.01)  # `in_step` returns, and the executor takes its ops
+        prepared.clear()
+        return norm(runner)
+
+    def known(preparer: OpPreparer, plan: Plan) -> dict[int, PreparedOp]:
+        ops = in_step(preparer, plan)
+        prepared.set()
+        return ops
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryRunner, "run", noted)
+        patch.setattr(MemoryRunner, "_norm", late)
+        patch.setattr(OpPreparer, "in_step", known)
+        yield kinds
+
+
+@pytest.mark.parametrize("lock_slots", [0, 1])
+def test_from_the_norm_to_the_last_flush_no_op_needs_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock_slots: int
+) -> None:
+    paths = {"one": PathSettings(directory=tmp_path, lock_slots=lock_slots)}
+    with training(paths, stride="off") as pair:
+        train(pair, 0, 2)
+        with ran_in_python(monkeypatch) as kinds:
+            train(pair, 2, 2)
+        assert set(kinds) == {OpKind.GRAD_D2H, OpKind.NORM}
+        pair.assert_same_state()
+
+
+def test_a_factor_for_all_gradients_reaches_updates_that_were_prepared_before_it_was_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipped, with `maximize`, in an interleaved plan; held against torch."""
+    generator = torch.Generator().manual_seed(3)
+    mine = [torch.nn.Parameter(torch.randn(600, generator=generator)) for _ in range(4)]
+    other = [torch.nn.Parameter(p.detach().clone()) for p in mine]
+    reference = torch.optim.AdamW(other, lr=0.01, maximize=True, foreach=False)
+    offload = tidegate.Offload(stride=3.0, subgroup_numel=500)
+    groups = [{"params": mine, "maximize": True}]
+    with (
+        tidegate.AdamW(groups, lr=0.01, max_grad_norm=0.5, offload=offload) as optimizer,
+        ran_in_python(monkeypatch) as kinds,
+    ):
+        for _ in range(3):
+            for a, b in zip(mine, other, strict=True):
+                a.grad = torch.randn(600, generator=generator)
+                b.grad = a.grad.clone()
+            optimizer.step()
+            torch.nn.utils.clip_grad_norm_(other, 0.5)
+            reference.step()
+        optimizer.wait()
+    assert OpKind.CPU_UPDATE not in kinds
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_transfer_that_fails_goes_on_in_python_as_its_second_attempt(tmp_path: Path) -> None:
+    with training({"one": tmp_path}, stride="off") as pair:
+        train(pair, 0, 2)
+        counters, file = store_of(pair.optimizer).paths["one"].counters, state_file(pair, "one")
+        flip_bit(file)
+        with pytest.raises(StateLost) as caught:
+            train(pair, 2)
+        assert isinstance(caught.value.__cause__, BlockDamaged)
+        assert counters.retries["read"] == 1
+        assert counters.errors["read"] == 2
+
+
+class Runner:
+    """Runs nothing; its memory is what a task writes to."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(1000, np.uint8)
+
+    def wait(self, lane: str, event: Event) -> None: ...
+
+    def run(self, op: Op, begun: Callable[[], None]) -> IssuedOp:
+        return IssuedOp(DoneEvent(0.0, 0.0), 0, 0)
+
+    def prepared(self, seconds: float) -> PreparedOp:
+        address = self.memory.ctypes.data
+        return PreparedOp(copy_task([(address + 500, address, 500)], 500 / seconds if seconds else INFINITY))
+
+
+def one_op() -> Plan:
+    return Plan("interleaved", (), (), 2, (Op(0, OpKind.CPU_UPDATE, 0, 0, 0),))
+
+
+def test_memory_lives_until_the_task_that_uses_it_has_ended() -> None:
+    runner: Any = Runner()
+    gone, memory = weakref.ref(runner), weakref.ref(runner.memory)
+    executor: Any = Executor(runner)
+    began = time.monotonic()
+    executor.start(one_op(), {0: runner.prepared(0.3)})
+    executor.step()
+    until(lambda lanes=executor._lanes: lanes.oldest() is not None, "the task")
+    del runner, executor
+    gc.collect()
+    assert time.monotonic() - began > 0.29
+    until(lambda: gone() is None and memory() is None, "the memory freed")
+
+
+def test_an_op_that_has_begun_is_not_prepared_any_more() -> None:
+    runner = Runner()
+    executor = Executor(runner)
+    executor.start(one_op())
+    executor.step()
+    executor.wait_until_issued([0])
+    completed: list[int] = []
+    late = runner.prepared(0.0)
+    executor.prepare({0: PreparedOp(late.task, completed=lambda: completed.append(1))})
+    spans, _ = executor.finish()
+    assert [span.op for span in spans] == [0]
+    assert not completed
+    executor.close()
+
+
+def test_what_a_task_did_is_recorded_once_also_when_the_plan_is_cancelled() -> None:
+    runner = Runner()
+    executor = Executor(runner)
+    completed: list[int] = []
+    for end in (executor.finish, executor.cancel):
+        prepared = runner.prepared(0.0)
+        ops = {0: PreparedOp(prepared.task, 7, 3, completed=lambda: completed.append(1))}
+        executor.start(one_op(), ops)
+        executor.step()
+        executor.wait_until_issued([0])
+        end()
+    assert completed == [1, 1]
+    executor.close()
