@@ -258,9 +258,14 @@ class StoragePath:
         return PreparedTransfer(task, partial(self._written, file, step)) if task is not None else None
 
     def _file_to_write(self, subgroup: int) -> StateFile:
-        """The file for the subgroup's next state: its spare file if a checkpoint holds the present one."""
+        """The file for the subgroup's next state: the spare file if a checkpoint holds the present one. Creates the
+        spare file if it is missing, because saving a checkpoint failed, for example on another rank."""
         before = self.states[subgroup]
-        return before if before.linked_header is None else self._spare_for(before)
+        if before.linked_header is None:
+            return before
+        if subgroup not in self._spares:
+            self.add_spare(subgroup)
+        return self._spares[subgroup]
 
     def _written(self, file: StateFile, step: int) -> None:
         """Makes `file` the file of its subgroup. step: number of the update whose state it holds."""
@@ -270,14 +275,6 @@ class StoragePath:
         if file is not before:
             self.states[subgroup] = self._spares.pop(subgroup)
             self._discard(before)
-
-    def _spare_for(self, file: StateFile) -> StateFile:
-        """Returns the subgroup's spare file, to which the next flush writes because a checkpoint holds `file`. Creates
-        the spare file if it is missing, because saving a checkpoint failed, for example on another rank."""
-        subgroup = file.kind.subgroup
-        if subgroup not in self._spares:
-            self._spares[subgroup] = self._new_file(file.kind)
-        return self._spares[subgroup]
 
     # ---- checkpoints
 
