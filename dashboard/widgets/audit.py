@@ -7,11 +7,12 @@ from typing import Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import audit_filter, read_cache
 from tidegate.dashboard.data.audit_filter import AuditFilter
 from tidegate.dashboard.session import links
 from tidegate.dashboard.session.page_context import PageContext, refreshed
-from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.wire.audit import AuditRow
 
 SHOWN: Final = 100

@@ -15,8 +15,8 @@ from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.services import until
 from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.step_stats import summarize, verdict
 from tidegate.dashboard.data import read_cache, triage
-from tidegate.dashboard.data.step_stats import summarize, verdict
 from tidegate.dashboard.widgets import card
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.alert import AlertView
