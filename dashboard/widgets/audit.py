@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 import streamlit as st
@@ -69,7 +68,7 @@ def _rows(context: PageContext, wanted: AuditFilter, limit: int) -> None:
 def _cells(row: AuditRow) -> tuple[str, ...]:
     color = "lost" if row.action in _BAD else "live" if row.action in _GOOD else "finished"
     return (
-        time.strftime("%d %b %H:%M:%S", time.localtime(row.timestamp)),
+        units.moment(row.timestamp),
         row.actor,
         markup.dot(audit_filter.action_text(row.action), palette.LIVENESS[color]),
         "" if row.generation is None else str(row.generation),

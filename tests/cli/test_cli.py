@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
 from tests.services import daemon_process
+from tidegate import units
 from tidegate.cli import watch
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonError, DaemonUnreachable
@@ -257,6 +258,14 @@ def test_knobs_set_and_get(daemon: Daemon) -> None:
     assert code == 0
     assert "(it stalls)" in text
     assert [row["generation"] for row in json.loads(run(daemon, "history", "--json")[1])] == [0, 1, 2]
+
+
+def test_times_are_in_utc_wherever_the_reader_is(daemon: Daemon) -> None:
+    Agent(daemon, "llama-7b").train(1, 1.0)
+    made = daemon.client().generations("llama-7b")[0].created_at
+    assert units.moment(1_782_000_000.5) == "2026-06-21 00:00:00Z"
+    assert units.moment(made) in run(daemon, "history", TZ="America/New_York")[1]
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  rank 0 is live", run(daemon, "events")[1], re.MULTILINE)
 
 
 def test_knobs_of_storage_paths(daemon: Daemon) -> None:

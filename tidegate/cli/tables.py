@@ -167,12 +167,10 @@ def _range(low: float | None, high: float | None) -> str:
 def print_generations(found: Iterable[GenerationView]) -> None:
     rows = []
     for made in found:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
         what = shown(made.changes) or shown(made.knobs)
         outcome = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
-        rows.append(
-            (str(made.generation), made.state, what, made.author, when, _measured(made.measured_effect), outcome)
-        )
+        when, effect = units.moment(made.created_at), _measured(made.measured_effect)
+        rows.append((str(made.generation), made.state, what, made.author, when, effect, outcome))
     table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Group
 from rich.live import Live
 
+from tidegate import units
 from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first
 from tidegate.cli.tables import console, default_runs, print_runs, runs_table, shown, verdict_now
 from tidegate.client.daemon_client import DaemonClient
@@ -23,7 +24,7 @@ from tidegate.wire.run import RunView
 PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0
 """Longest time for which a daemon may be unreachable before `events --follow` ends."""
-CONTINUED: Final = "\n" + " " * 10
+CONTINUED: Final = "\n" + " " * 22
 """Replaces line breaks in an event's text by indented ones, so that no further line of a reason looks like another
 event."""
 
@@ -130,7 +131,7 @@ def sentence(event: Event, printed: PrintedStates) -> str:
 
     printed: states printed before; it is updated.
     """
-    data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    data, at = event.data, units.moment(event.timestamp)
     if event.kind == "agent":
         rank, liveness = int(data.get("rank", -1)), str(data.get("liveness"))
         known, printed.ranks[rank] = printed.ranks.get(rank), liveness
