@@ -102,6 +102,9 @@ def test_what_goes_on_comes_first_and_the_newest_of_it() -> None:
     runs = [run_of(name, liveness, started_at=at) for name, liveness, at in made]  # type: ignore[arg-type]
     assert [run.run for run in triage.ordered(runs)] == ["a", "b", "c", "e", "d"]
     assert triage.counted(runs) == "2 live, 1 finished, 1 stale, 1 lost"
+    lost_one = run_of("f", "lost", started_at=7.0)
+    lost_one = lost_one.model_copy(update={"ranks": (*lost_one.ranks, *run_of("f").ranks)})
+    assert [run.run for run in triage.running([*runs, lost_one])] == ["f", "a", "b", "c"]
 
 
 def test_who_is_lost_for_days_is_no_task() -> None:
