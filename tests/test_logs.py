@@ -16,7 +16,7 @@ import pytest
 
 from tests import forked
 from tests.services import ROOT, free_port, until
-from tidegate.logs import VARIABLE, JsonFormatter, event
+from tidegate.logs import VARIABLE, JsonFormatter, TextFormatter, event
 
 AGENT = """
 import logging, torch, tidegate
@@ -68,6 +68,12 @@ def test_a_record_is_one_line_with_its_event_its_fields_and_its_exception() -> N
     assert (row["level"], row["logger"], row["message"]) == ("error", "tidegate.tiers", "path nvme:\nretired")
     assert (row["event"], row["path"], row["directory"]) == ("path_retired", "nvme", "/nvme")
     assert "ValueError: two\nlines" in row["exception"]
+
+
+def test_text_has_its_time_in_utc() -> None:
+    record = logging.LogRecord("tidegate.tiers", logging.INFO, __file__, 1, "path nvme retired", (), None)
+    record.created, record.msecs = 1_782_000_000.25, 250.0
+    assert TextFormatter("%(asctime)s %(message)s").format(record) == "2026-06-21 00:00:00.250Z path nvme retired"
 
 
 def test_an_agent_logs_as_json_where_the_environment_says_so() -> None:

@@ -108,6 +108,11 @@ def test_the_extension_needs_only_libraries_that_every_linux_has(portable: Path,
     assert {name for name in added if "dist-info/" not in name} == set()
 
 
+def test_the_build_finds_nanobind_wherever_python_finds_it(tmp_path: Path) -> None:
+    """Without scikit-build-core nobody tells CMake where packages are."""
+    run("cmake", "-S", ROOT, "-B", tmp_path, f"-DPython_EXECUTABLE={sys.executable}", cwd=tmp_path)
+
+
 def test_the_sdist_holds_the_parts(dist: Path, expected: set[str]) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

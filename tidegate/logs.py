@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import time
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final
@@ -51,7 +52,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats records as text, with control characters escaped."""
+    """Formats records as text, with control characters escaped and times in UTC."""
+
+    converter = staticmethod(time.gmtime)
+    default_msec_format = "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

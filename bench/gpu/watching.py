@@ -2,7 +2,11 @@
 process. Also lists the link traffic that NVML measures and the bytes that the engine counts, for comparison.
 
 `tidegate.attach` adds recorder, exporter, NVML sampler and hooks. After each block with an agent, /metrics is scraped
-once. The stride is fixed.
+once; its cost counts once per scrape interval. The stride is fixed.
+
+* `overhead_ratio`: CPU seconds of telemetry without scrapes, divided by the attached time, plus `scrape_seconds`
+  divided by the scrape interval.
+* `scrape_seconds`: CPU seconds that a scrape takes in the training process (median).
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from bench.gpu.target import Target, run_stage
 
 BLOCK = 4
 TARGET = 0.005
+SCRAPE_INTERVAL = 5.0
+"""Seconds between two scrapes, as in grafana/prometheus/prometheus.yml."""
+CLOSING_SECONDS = 0.05
+"""The exporter counts the CPU seconds of a connection after the client has its answer; much less than this later."""
 
 
 def stage(target: Target) -> dict[str, Any]:
@@ -31,6 +39,7 @@ def stage(target: Target) -> dict[str, Any]:
     training.attachment.close()
     blocks: dict[bool, list[float]] = {False: [], True: []}
     costs, attached_seconds = 0.0, 0.0
+    scrapes: list[float] = []
     gpu: dict[str, float] = {}
     for _ in range(2):
         training.iteration()
@@ -46,16 +55,20 @@ def stage(target: Target) -> dict[str, Any]:
             times.append(time.monotonic())
         blocks[watched] += [after - before for before, after in pairwise(times)]
         if attachment is not None:
-            gpu |= of_gpu(attachment.metrics_address)
             costs += attachment.overhead_seconds
             attached_seconds += time.monotonic() - began
+            before = attachment.overhead["exporter"]
+            gpu |= of_gpu(attachment.metrics_address)
+            time.sleep(CLOSING_SECONDS)
+            scrapes.append(attachment.overhead["exporter"] - before)
             attachment.close()
     training.close()
     with_it, without = (statistics.median(blocks[watched]) for watched in (True, False))
     return {
         "step_seconds": without,
         "paired_ratio": with_it / without - 1,
-        "overhead_ratio": costs / attached_seconds,
+        "overhead_ratio": costs / attached_seconds + statistics.median(scrapes) / SCRAPE_INTERVAL,
+        "scrape_seconds": statistics.median(scrapes),
         "target": TARGET,
         "nvml": gpu,
     }

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from tidegate.daemon.control.event_ids import EventIds
-from tidegate.daemon.control.liveness import STALE_LEASES, of_run
+from tidegate.daemon.control.liveness import STALE_LEASES
 from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.problems import ProblemError
 from tidegate.daemon.storage.row_reader import REMEDY
@@ -52,7 +52,7 @@ class RunRegistry:
     def _known(self) -> str:
         """The running runs and the newest ended runs, as a sentence."""
         newest = sorted(self.runs.values(), key=lambda run: -run.created_at)
-        running = [run.name for run in newest if of_run(self.states(run).values()) in ("live", "stale")]
+        running = [run.name for run in newest if run.is_running]
         groups = (("Live", running), ("Ended", [run.name for run in newest if run.name not in set(running)]))
         lists = [f"{what}: {', '.join(names[:MAX_LISTED])}" for what, names in groups if names]
         return f"{'. '.join(lists)}." if lists else "There is none yet."

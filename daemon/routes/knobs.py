@@ -11,6 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
+from tidegate import units
 from tidegate.daemon.control import serializers
 from tidegate.daemon.control.bounded_answer import bounded_generations, bounded_knobs
 from tidegate.daemon.control.control_plane import ControlPlane
@@ -195,10 +196,10 @@ def _check_match(run: Run, header: str | None) -> None:
     if "*" in tags or any(re.fullmatch(rf'"?{newest}"?', tag) for tag in tags):
         return
     made = run.latest
-    at = time.strftime("%H:%M:%S", time.localtime(made.created_at))
     what = ", ".join(f"{name}={show(name, value)}" for name, value in made.changes.items()) or "all knobs"
     detail = (
         f"The knobs of run {run.name!r} are at generation {newest}, not {header}: "
-        f"{made.author} changed {what} at {at} ({made.state}). Read them again, then decide again."
+        f"{made.author} changed {what} at {units.moment(made.created_at)} ({made.state}). "
+        "Read them again, then decide again."
     )
     raise ProblemError(412, "stale-knobs", detail, generation=newest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidegate.dashboard.style import units
+from tidegate import units
 from tidegate.errors import KnobError
 from tidegate.knobs.kinds import show_size
 from tidegate.knobs.knobs import KnobKind, KnobValue

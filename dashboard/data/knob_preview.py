@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from tidegate.dashboard.data.step_stats import WINDOW
-from tidegate.dashboard.style import units
+from tidegate import units
+from tidegate.client.step_stats import WINDOW
 from tidegate.timeline.timeline import PHASES
 from tidegate.wire.knobs import MeasuredEffect
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate

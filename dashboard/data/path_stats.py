@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidegate.dashboard.data.step_stats import WINDOW
+from tidegate.client.step_stats import WINDOW
 from tidegate.wire.step import PathOperation, PathState, StepReport, moved_by
 
 

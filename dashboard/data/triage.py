@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tidegate.dashboard.data.step_stats import StepSummary, summarize
-from tidegate.dashboard.style import units
+from tidegate import units
+from tidegate.client.step_stats import StepSummary, last_figures
 from tidegate.timeline.verdict import NO_KNOB, remedy_for
 from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
-from tidegate.wire.run import RankView, RunView
+from tidegate.wire.run import RunView
 
 NOTEWORTHY_WAIT_SHARE: Final = 0.1
 """Share of the step above which waiting leads to a suggestion to change knobs."""
@@ -26,7 +26,6 @@ LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 device memory is nearly full; a rank is late (stale; it usually comes back); a run waits for a large share of its steps;
 its update is a large share of the step."""
 LOOK: Final = "See what holds it up."
-RUNNING: Final = ("live", "stale")
 LOST_SECONDS: Final = 86_400.0
 """Time in seconds since the last message of a lost run after which no task (suggested action) is shown for it."""
 
@@ -44,13 +43,13 @@ class Task:
 
 
 def running(runs: Collection[RunView]) -> list[RunView]:
-    """The running runs (live or stale), newest first."""
-    return _newest_first(run for run in runs if run.liveness in RUNNING)
+    """The running runs (any rank is live or stale), newest first."""
+    return _newest_first(run for run in runs if run.is_running)
 
 
 def ended(runs: Collection[RunView]) -> list[RunView]:
-    """The lost and finished runs, newest first."""
-    return _newest_first(run for run in runs if run.liveness not in RUNNING)
+    """The runs without live and stale ranks, newest first."""
+    return _newest_first(run for run in runs if not run.is_running)
 
 
 def ordered(runs: Collection[RunView]) -> list[RunView]:
@@ -65,19 +64,6 @@ def counted(runs: Iterable[RunView]) -> str:
 
 def _newest_first(runs: Iterable[RunView]) -> list[RunView]:
     return sorted(runs, key=lambda run: (-run.started_at, run.run))
-
-
-def lead_rank(run: RunView) -> RankView | None:
-    """The lowest rank that has finished a step, else the lowest rank; None without ranks."""
-    ranks = sorted(run.ranks, key=lambda rank: rank.rank)
-    return next((rank for rank in ranks if rank.last_step is not None), ranks[0] if ranks else None)
-
-
-def last_figures(run: RunView) -> StepSummary:
-    """The figures of the last step of the lead rank (the lowest rank that has finished a step). If no rank has finished
-    a step, the summary has 0 steps."""
-    lead = lead_rank(run)
-    return summarize([lead.last_step] if lead and lead.last_step else [])
 
 
 def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tidegate.dashboard.data.step_stats import WINDOW
+from tidegate import units
+from tidegate.client.step_stats import WINDOW
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure, Trace
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.timeline.timeline import PHASES
 from tidegate.wire.step import StepReport, moved_by
 

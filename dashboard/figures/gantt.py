@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tidegate import units
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure, Trace
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.plan.ops import LANES
 from tidegate.timeline.stall_analysis import critical_path, stalls
 from tidegate.timeline.timeline import Stall

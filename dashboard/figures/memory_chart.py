@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidegate import units
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Axis, Figure, Trace
-from tidegate.dashboard.style import palette, units
+from tidegate.dashboard.style import palette
 from tidegate.timeline.timeline import PHASES
 from tidegate.wire.step import StepReport
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
+from tidegate.client.step_stats import summarize
 from tidegate.dashboard.data import queries
-from tidegate.dashboard.data.step_stats import summarize
 from tidegate.dashboard.session.page_context import PageContext, refreshed, refreshed_slowly
 from tidegate.dashboard.widgets import header, phases, resources, storage, update
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import read_cache
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.session import actions, edit_session
 from tidegate.dashboard.session.page_context import PageContext
-from tidegate.dashboard.style import markup, snippets, units
+from tidegate.dashboard.style import markup, snippets
 from tidegate.wire.knobs import KnobsView
 from tidegate.wire.prediction import Advice
 

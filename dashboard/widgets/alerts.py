@@ -11,8 +11,9 @@ from typing import Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.session import links
-from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.wire.alert import AlertView
 
 COLORS: Final = {

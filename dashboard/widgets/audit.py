@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import audit_filter, read_cache
 from tidegate.dashboard.data.audit_filter import AuditFilter
 from tidegate.dashboard.session import links
 from tidegate.dashboard.session.page_context import PageContext, refreshed
-from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.wire.audit import AuditRow
 
 SHOWN: Final = 100
@@ -68,7 +68,7 @@ def _rows(context: PageContext, wanted: AuditFilter, limit: int) -> None:
 def _cells(row: AuditRow) -> tuple[str, ...]:
     color = "lost" if row.action in _BAD else "live" if row.action in _GOOD else "finished"
     return (
-        time.strftime("%d %b %H:%M:%S", time.localtime(row.timestamp)),
+        units.moment(row.timestamp),
         row.actor,
         markup.dot(audit_filter.action_text(row.action), palette.LIVENESS[color]),
         "" if row.generation is None else str(row.generation),

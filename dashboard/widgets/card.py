@@ -8,10 +8,10 @@ from typing import Final
 
 import streamlit as st
 
-from tidegate.dashboard.data import triage
-from tidegate.dashboard.data.step_stats import StepSummary, verdict
+from tidegate import units
+from tidegate.client.step_stats import StepSummary, last_figures, verdict
 from tidegate.dashboard.session import links
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets.header import EMULATED
 from tidegate.wire.run import RunView
 
@@ -23,7 +23,7 @@ click gives only a row number, and this list says which run it was."""
 def card(number: int, run: RunView, now: float, *, away: bool) -> None:
     """Draws the card of a run. number: the card's position on the page. now: time in seconds since the epoch. away:
     True if the daemon cannot be reached; the card then shows the liveness as unknown."""
-    figures = triage.last_figures(run)
+    figures = last_figures(run)
     liveness = "unknown" if away else run.liveness
     with st.container(border=True, key=f"card-{number}"):
         with st.container(horizontal=True, vertical_alignment="center", key=f"card-head-{number}"):
@@ -55,7 +55,7 @@ def rows(key: str, runs: Sequence[RunView], now: float, title: str) -> None:
     st.html(markup.title(title, "click a row to open it"))
     table = []
     for run in runs:
-        figures = triage.last_figures(run)
+        figures = last_figures(run)
         table.append(
             {
                 "run": run.run,

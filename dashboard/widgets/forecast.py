@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import knob_edits, knob_preview
 from tidegate.dashboard.data.knob_preview import Line
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.session import edit_session
-from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.style import markup, palette, snippets
 
 COLUMNS = ("", "measured", "predicted now", "predicted then", "change")
 

@@ -7,12 +7,13 @@ from typing import Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data.identity_key import IdentityKey
 from tidegate.dashboard.data.lane_stats import LaneUse, lane_use
 from tidegate.dashboard.figures import chart_style
 from tidegate.dashboard.figures.chart_style import Figure
 from tidegate.dashboard.figures.gantt import HEIGHT, Scope, gantt, window
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets.figure import draw, theme
 from tidegate.dashboard.widgets.header import prediction_error
 from tidegate.errors import TidegateError

@@ -6,12 +6,13 @@ import time
 
 import streamlit as st
 
+from tidegate import units
+from tidegate.client.step_stats import StepSummary, summarize, verdict
 from tidegate.dashboard.data import queries
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.data.read_cache import Reading
-from tidegate.dashboard.data.step_stats import StepSummary, summarize, verdict
 from tidegate.dashboard.session.page_context import PageContext, refreshed
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 
 EMULATED = "Emulated device: rates are simulated, no performance claim"
 

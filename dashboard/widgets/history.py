@@ -7,11 +7,12 @@ from typing import Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import knob_edits, knob_preview
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.session import actions, edit_session
 from tidegate.dashboard.session.page_context import PageContext
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets.knobs_now import BAD, change
 from tidegate.dashboard.widgets.trial import STATES, predicted
 from tidegate.wire.knobs import GenerationView

@@ -7,10 +7,11 @@ from typing import Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.session import edit_session
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.knobs.knobs import OFF, KnobValue
 from tidegate.wire.knobs import GenerationState, GenerationView, KnobsView, RankKnobs
 

@@ -6,11 +6,12 @@ from statistics import median
 
 import streamlit as st
 
+from tidegate import units
+from tidegate.client.step_stats import WINDOW, StepSummary
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import WINDOW, StepSummary
 from tidegate.dashboard.figures import charts
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets.figure import draw
 from tidegate.wire.step import StepReport
 

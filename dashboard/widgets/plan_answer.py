@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.capacity import recipe
 from tidegate.capacity.model_shapes import ModelShape
 from tidegate.capacity.planner import CapacityPlan
 from tidegate.dashboard.data import plan_question
 from tidegate.dashboard.data.plan_question import Question
-from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.errors import ConfigError
 
 

@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.capacity.machine import AUX_BYTES, GPUS
 from tidegate.capacity.model_shapes import MODELS, ModelShape, model_from_config
 from tidegate.dashboard.data import plan_question
 from tidegate.dashboard.data.plan_question import Question
 from tidegate.dashboard.session import links
-from tidegate.dashboard.style import markup, units
+from tidegate.dashboard.style import markup
 from tidegate.errors import ConfigError
 
 ASKED: Final = "plan_asked"

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import streamlit as st
 
+from tidegate import units
+from tidegate.client.step_stats import WINDOW, StepSummary, column, tokens_per_second
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import WINDOW, StepSummary, column, tokens_per_second
 from tidegate.dashboard.figures import charts
 from tidegate.dashboard.figures.memory_chart import memory_figure
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets.figure import draw
 from tidegate.wire.step import StepReport, moved_by
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
+from tidegate import units
+from tidegate.client.step_stats import StepSummary
 from tidegate.dashboard.data.path_stats import PathFigures, PathUse, path_figures
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import StepSummary
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 
 COLUMNS = (
     "path", "state on it", "read a step", "of its ceiling", "written a step", "of its ceiling", "lock wait", "errors",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
+from tidegate import units
 from tidegate.dashboard.data import knob_preview
 from tidegate.dashboard.data.queries import Snapshot
 from tidegate.dashboard.session import edit_session
-from tidegate.dashboard.style import markup, palette, snippets, units
+from tidegate.dashboard.style import markup, palette, snippets
 from tidegate.dashboard.widgets.knobs_now import BAD, change
 from tidegate.wire.canary import CanaryView
 from tidegate.wire.knobs import GenerationView

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
+from tidegate import units
+from tidegate.client.step_stats import StepSummary
 from tidegate.dashboard.data.queries import Snapshot
-from tidegate.dashboard.data.step_stats import StepSummary
 from tidegate.dashboard.figures import charts
-from tidegate.dashboard.style import markup, palette, units
+from tidegate.dashboard.style import markup, palette
 from tidegate.dashboard.widgets.figure import draw
 from tidegate.dashboard.widgets.header import prediction
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from bench.gpu import environment
 from bench.gpu.iterations import SIDES, speedups
 from bench.gpu.trace import summary
+from bench.gpu.watching import SCRAPE_INTERVAL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +55,7 @@ def test_every_stage_runs_and_none_runs_twice(tmp_path: Path) -> None:
     assert {row["stride"] for row in found["updates"]["settings"]} >= {"off", 3.0, 6.0}
     assert all(0 < row["share_of_bound"] < 1 for row in found["updates"]["settings"])
     assert found["trace"]["ours"]["busy_seconds"].keys() == {"h2d", "d2h", "cpu", "device"}
-    assert found["watching"]["overhead_ratio"] > 0
+    assert 0 < found["watching"]["scrape_seconds"] / SCRAPE_INTERVAL < found["watching"]["overhead_ratio"]
     rounds = found["iterations-1b"]["rounds"]
     assert "not_measured" not in rounds["tidegate"][0] | rounds["tidegate_overlap"][0]
     assert "torchao" in rounds["torchao"][0]["not_measured"]
@@ -61,6 +63,11 @@ def test_every_stage_runs_and_none_runs_twice(tmp_path: Path) -> None:
         assert row["iteration_seconds"]["median"] > 0, row
     again = gpu_sh("--dry", "--out", str(tmp_path), *stages)
     assert again.stdout.count("done already") == len(stages)
+
+
+def test_watching_counts_as_many_scrapes_as_prometheus_makes() -> None:
+    config = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text())
+    assert config["global"]["scrape_interval"] == f"{SCRAPE_INTERVAL:g}s"
 
 
 def test_speedups_are_of_medians_and_of_sides_that_were_measured() -> None:

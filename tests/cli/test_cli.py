@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import signal
 import sqlite3
 import subprocess
@@ -23,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
 from tests.services import daemon_process
+from tidegate import units
 from tidegate.cli import watch
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonError, DaemonUnreachable
@@ -182,8 +184,11 @@ def test_status(daemon: Daemon) -> None:
     assert code == 0
     for word in ("llama-7b", "live", "1.50 s", "emulated", "stride=3", "no measurement"):
         assert word in text
+    verdict = "The update took 1.5 s, 94% of the step; hardly anything held it up."
+    assert f"llama-7b: {verdict}" in text
     (row,) = json.loads(run(daemon, "status", "--json")[1])
     assert (row["run"], row["step"], row["ranks"][0]["last_step"]["phase_seconds"]["update"]) == ("llama-7b", 3, 1.5)
+    assert row["verdict"] == verdict
     assert json.loads(run(daemon, "status", "--run", "llama-7b", "--json")[1])[0] == row
 
 
@@ -202,7 +207,7 @@ def test_runs_that_ended_are_folded_away_and_the_newest_comes_first(daemon: Daem
         agent.train(2, update_seconds=1.5)
         agent.client.goodbye(agent.id)
     text = run(daemon, "status")[1]
-    names = [line.split()[0] for line in text.splitlines() if line.startswith("ended")]
+    names = re.findall(r"^(ended-\d) ", text, re.MULTILINE)
     assert names == ["ended-4", "ended-3", "ended-2"], "while nothing runs"
     Agent(daemon, "older").train(1, 1.0)
     Agent(daemon, "newer").train(1, 1.0)
@@ -210,9 +215,27 @@ def test_runs_that_ended_are_folded_away_and_the_newest_comes_first(daemon: Daem
     assert "ended-" not in text
     assert text.index("newer") < text.index("older")
     assert "Not shown: 5 finished. See them with `tidegate status --all`." in text
-    assert run(daemon, "status", "--all")[1].count("ended-") == 5
+    assert len(re.findall(r"^ended-\d ", run(daemon, "status", "--all")[1], re.MULTILINE)) == 5
     said = run(daemon, "knobs", "get", "nowhere")[2]
     assert "There is no run 'nowhere'. Live: newer, older. Ended: ended-4, ended-3," in said
+
+
+def test_a_run_that_lost_one_of_its_ranks_is_shown_and_its_silent_rank_named(tmp_path: Path) -> None:
+    with threaded(tmp_path / "state", lease_seconds=1.0) as daemon:
+        first, other = Agent(daemon, "llama-7b"), Agent(daemon, "calm")
+        Agent(daemon, "llama-7b", rank=1).train(1, 1.0)
+
+        def others_go_on() -> bool:
+            first.train(1, 1.0)
+            other.train(1, 1.0)
+            return daemon.client().run("llama-7b").liveness == "lost"
+
+        wait_until(others_go_on, "a lost rank")
+        text, view = run(daemon, "status")[1], daemon.client().run("llama-7b")
+    assert (view.is_running, [rank.liveness for rank in view.ranks][1]) == (True, "lost")
+    assert re.search(r"llama-7b +1/2 +lost \d+ s", text)
+    assert re.search(r"llama-7b: Lost: no message from rank 1 for \d", text)
+    assert "Not shown" not in text
 
 
 def test_a_knob_that_is_set_twice_is_refused(daemon: Daemon) -> None:
@@ -235,6 +258,14 @@ def test_knobs_set_and_get(daemon: Daemon) -> None:
     assert code == 0
     assert "(it stalls)" in text
     assert [row["generation"] for row in json.loads(run(daemon, "history", "--json")[1])] == [0, 1, 2]
+
+
+def test_times_are_in_utc_wherever_the_reader_is(daemon: Daemon) -> None:
+    Agent(daemon, "llama-7b").train(1, 1.0)
+    made = daemon.client().generations("llama-7b")[0].created_at
+    assert units.moment(1_782_000_000.5) == "2026-06-21 00:00:00Z"
+    assert units.moment(made) in run(daemon, "history", TZ="America/New_York")[1]
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  rank 0 is live", run(daemon, "events")[1], re.MULTILINE)
 
 
 def test_knobs_of_storage_paths(daemon: Daemon) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tidegate import units
 from tidegate.cli.options import named_places
 from tidegate.cli.training import needs
 from tidegate.client.discovery import state_dir
@@ -55,11 +55,11 @@ def _print_progress(measurement: str) -> None:
 def _print(found: Calibration, file: Path, fresh: bool) -> None:
     from tidegate.cli.tables import table
 
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.measured_at))
     say(", ".join(f"{name} {value}" for name, value in found.hardware.items()))
     no_device = found.card.h2d_bytes_per_second is None
     table(("lane", "alone" if no_device else "alone, as in steps", "beside others it keeps"), _rows(found))
-    say(f"Measured {'now' if fresh else when}, kept in {file}." + ("" if fresh else " --again measures anew."))
+    when = "now" if fresh else units.moment(found.measured_at)
+    say(f"Measured {when}, kept in {file}." + ("" if fresh else " --again measures anew."))
     if no_device:
         say("No GPU here: copies and updates on a device are not measured.")
 

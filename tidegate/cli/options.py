@@ -52,7 +52,7 @@ def choose_run(client: DaemonClient, name: str | None) -> RunView:
     if name:
         return client.run(name)
     runs = newest_first(client.runs())
-    running = [run for run in runs if run.liveness in ("live", "stale")]
+    running = [run for run in runs if run.is_running]
     if len(running) == 1:
         return running[0]
     if running:

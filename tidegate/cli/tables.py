@@ -11,6 +11,8 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from tidegate import units
+from tidegate.client.step_stats import last_figures, verdict
 from tidegate.knobs.kinds import show_size
 from tidegate.knobs.knobs import KnobKind, KnobValue, show
 from tidegate.terminal import say, visible
@@ -18,7 +20,6 @@ from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, MeasuredEf
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.run import RankView, RunView
 
-RUNNING: Final = ("live", "stale")
 ENDED_SHOWN: Final = 3
 # If the output is not a terminal, columns are not narrowed to a terminal's width.
 console: Final = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
@@ -33,7 +34,9 @@ def print_runs(runs: Sequence[RunView], refused: Sequence[str] = (), everything:
         return
     shown = list(runs) if everything else default_runs(runs)
     console.print(runs_table(shown))
-    if any(run.device_kind == "emulated" and run.liveness in RUNNING for run in shown):
+    for run in shown:
+        say(f"{run.run}: {verdict_now(run)}")
+    if any(run.device_kind == "emulated" and run.is_running for run in shown):
         say("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
     if len(shown) < len(runs):
         kinds = Counter(run.liveness for run in runs if run not in shown)
@@ -42,9 +45,14 @@ def print_runs(runs: Sequence[RunView], refused: Sequence[str] = (), everything:
 
 
 def default_runs(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that are shown by default: all running ones; if no run is running, the newest ended ones (at most
-    ENDED_SHOWN). runs: all runs, newest first."""
-    return [run for run in runs if run.liveness in RUNNING] or list(runs[:ENDED_SHOWN])
+    """The runs that are shown by default: all running ones, also those that have lost some ranks; if no run is running,
+    the newest ended ones (at most ENDED_SHOWN). runs: all runs, newest first."""
+    return [run for run in runs if run.is_running] or list(runs[:ENDED_SHOWN])
+
+
+def verdict_now(run: RunView) -> str:
+    """What the last update of the run waited for, or which ranks are silent: the sentence of the page Now."""
+    return verdict(run, last_figures(run), time.time())
 
 
 def runs_table(runs: Sequence[RunView]) -> Table:
@@ -64,7 +72,7 @@ def _run_rows(run: RunView) -> list[tuple[str, ...]]:
 
 def _rank_row(run: RunView, rank: RankView) -> tuple[str, ...]:
     last = rank.last_step
-    silent = f" {max(0.0, time.time() - rank.last_seen):.0f} s" if rank.liveness in ("stale", "lost") else ""
+    silent = f" {units.duration(max(0.0, time.time() - rank.last_seen))}" if rank.liveness in ("stale", "lost") else ""
     return (
         run.run,
         f"{rank.rank}/{run.world_size}",
@@ -159,12 +167,10 @@ def _range(low: float | None, high: float | None) -> str:
 def print_generations(found: Iterable[GenerationView]) -> None:
     rows = []
     for made in found:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.created_at))
         what = shown(made.changes) or shown(made.knobs)
         outcome = " ".join(part for part in (made.outcome, made.reason and f"({made.reason})", _trial(made)) if part)
-        rows.append(
-            (str(made.generation), made.state, what, made.author, when, _measured(made.measured_effect), outcome)
-        )
+        when, effect = units.moment(made.created_at), _measured(made.measured_effect)
+        rows.append((str(made.generation), made.state, what, made.author, when, effect, outcome))
     table(("#", "state", "change", "who", "when", "update", "outcome"), rows)
 
 

@@ -7,13 +7,13 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from tidegate import units
 from tidegate.cli.options import Json, duration, utf8
 from tidegate.cli.training import needs
 from tidegate.client.discovery import SCOPES, state_dir
@@ -130,7 +130,7 @@ def _row(token: StoredToken) -> dict[str, Any]:
 
 def _cell(value: str | float | None) -> str:
     if isinstance(value, float):
-        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        return units.moment(value)
     return value or ""
 
 

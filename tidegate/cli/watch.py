@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ import typer
 from rich.console import Group
 from rich.live import Live
 
-from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first, output
-from tidegate.cli.tables import console, default_runs, print_runs, runs_table, shown
+from tidegate import units
+from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, newest_first
+from tidegate.cli.tables import console, default_runs, print_runs, runs_table, shown, verdict_now
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import ConfigError, DaemonError, DaemonUnreachable, NotAuthorized
 from tidegate.terminal import say, visible
@@ -22,7 +24,7 @@ from tidegate.wire.run import RunView
 PAUSE_SECONDS: Final = 2.0
 PATIENCE_SECONDS: Final = 60.0
 """Longest time for which a daemon may be unreachable before `events --follow` ends."""
-CONTINUED: Final = "\n" + " " * 10
+CONTINUED: Final = "\n" + " " * 22
 """Replaces line breaks in an event's text by indented ones, so that no further line of a reason looks like another
 event."""
 
@@ -34,7 +36,8 @@ def status(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Show the runs, newest first, with their ranks and the last step of each rank, and agents that are refused."""
+    """Show the runs, newest first: their ranks with the last step of each, what the update waits for, and agents that
+    are refused."""
     if watch and as_json:
         raise ConfigError(
             "--watch cannot be combined with --json: for a stream of JSON use `tidegate events --follow --json`."
@@ -49,8 +52,10 @@ def status(
 
         if watch:
             _watch(fetch, refused, everything)
+        elif as_json:
+            say(json.dumps([{**run.model_dump(mode="json"), "verdict": verdict_now(run)} for run in fetch()]))
         else:
-            output(fetch(), as_json, lambda found: print_runs(found, refused(), everything))
+            print_runs(fetch(), refused(), everything)
 
 
 def events(
@@ -126,7 +131,7 @@ def sentence(event: Event, printed: PrintedStates) -> str:
 
     printed: states printed before; it is updated.
     """
-    data, at = event.data, time.strftime("%H:%M:%S", time.localtime(event.timestamp))
+    data, at = event.data, units.moment(event.timestamp)
     if event.kind == "agent":
         rank, liveness = int(data.get("rank", -1)), str(data.get("liveness"))
         known, printed.ranks[rank] = printed.ranks.get(rank), liveness
@@ -146,11 +151,14 @@ def sentence(event: Event, printed: PrintedStates) -> str:
 
 
 def _watch(fetch: Callable[[], list[RunView]], refused: Callable[[], list[str]], everything: bool) -> None:
-    """Shows the table of runs with sentences on refused agents, and updates it every PAUSE_SECONDS until Ctrl-C."""
+    """Shows the table of runs, their verdicts, and sentences on refused agents. Updates them every PAUSE_SECONDS until
+    Ctrl-C."""
 
     def shown() -> Group:
-        runs = fetch()
-        return Group(runs_table(runs if everything else default_runs(runs)), *map(visible, refused()))
+        found = fetch()
+        runs = found if everything else default_runs(found)
+        sentences = [*(f"{run.run}: {verdict_now(run)}" for run in runs), *refused()]
+        return Group(runs_table(runs), *map(visible, sentences))
 
     try:
         with Live(shown(), console=console, auto_refresh=False) as live:

@@ -79,6 +79,11 @@ class RunView(Message):
     """Totals over all present ranks (live or stale); None while there is no step that all of them have reported."""
     ranks: tuple[RankView, ...]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether any rank is live or stale; other ranks may be lost."""
+        return any(rank.liveness in ("live", "stale") for rank in self.ranks)
+
 
 class StepsView(Message):
     """The newest steps of one rank, oldest first."""

@@ -10,12 +10,13 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.dashboard.scripted import RATES, SUBGROUPS, step_report, timeline
+from tidegate import units
+from tidegate.client.step_stats import pace, summarize, verdict
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.data.lane_stats import lane_use
 from tidegate.dashboard.data.path_stats import PathUse
-from tidegate.dashboard.data.step_stats import pace, summarize, verdict
 from tidegate.dashboard.figures import chart_style, charts, gantt, memory_chart
-from tidegate.dashboard.style import palette, units
+from tidegate.dashboard.style import palette
 from tidegate.dashboard.widgets.gantt import expected
 from tidegate.dashboard.widgets.resources import MIN_CEILING_BYTES, link_ceilings
 from tidegate.dashboard.widgets.storage import speed

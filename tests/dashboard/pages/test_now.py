@@ -15,8 +15,8 @@ from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report
 from tests.services import until
 from tidegate.client.daemon_client import DaemonClient
+from tidegate.client.step_stats import summarize, verdict
 from tidegate.dashboard.data import read_cache, triage
-from tidegate.dashboard.data.step_stats import summarize, verdict
 from tidegate.dashboard.widgets import card
 from tidegate.errors import DaemonUnreachable
 from tidegate.wire.alert import AlertView
@@ -102,6 +102,9 @@ def test_what_goes_on_comes_first_and_the_newest_of_it() -> None:
     runs = [run_of(name, liveness, started_at=at) for name, liveness, at in made]  # type: ignore[arg-type]
     assert [run.run for run in triage.ordered(runs)] == ["a", "b", "c", "e", "d"]
     assert triage.counted(runs) == "2 live, 1 finished, 1 stale, 1 lost"
+    lost_one = run_of("f", "lost", started_at=7.0)
+    lost_one = lost_one.model_copy(update={"ranks": (*lost_one.ranks, *run_of("f").ranks)})
+    assert [run.run for run in triage.running([*runs, lost_one])] == ["f", "a", "b", "c"]
 
 
 def test_who_is_lost_for_days_is_no_task() -> None:

@@ -1,6 +1,8 @@
-"""Formats numbers for display: three significant digits and a unit."""
+"""Formats numbers and times for display: three significant digits and a unit; times in UTC."""
 
 from __future__ import annotations
+
+import time
 
 from tidegate.knobs import knobs
 from tidegate.knobs.knobs import KnobValue
@@ -49,6 +51,11 @@ def age(value: float) -> str:
     """An age: with tenths of a second below 10 s, else as `duration`."""
     value = max(0.0, value)
     return f"{value:.1f} s" if value < 9.95 else duration(value)
+
+
+def moment(seconds_since_epoch: float) -> str:
+    """A time in UTC as text: `2026-11-26 09:17:05Z`."""
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds_since_epoch))
 
 
 def nbytes(value: float | None) -> str:

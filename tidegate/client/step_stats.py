@@ -1,4 +1,5 @@
-"""Summary figures of the newest steps, for the first screen. Pure: it draws nothing and sends no requests."""
+"""Summary figures of the newest steps of a run, and the verdict on them: for `tidegate status` and the live view. Pure:
+the module draws nothing and sends no requests."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from tidegate.dashboard.style import units
+from tidegate import units
 from tidegate.timeline.timeline import PHASES
 from tidegate.timeline.verdict import UpdateFigures
 from tidegate.timeline.verdict import verdict as verdict_on_update
@@ -80,6 +81,13 @@ def summarize(steps: Sequence[StepReport]) -> StepSummary:
         skipped=sum(step.skipped for step in steps),
         skipped_lately=sum(step.skipped for step in recent),
     )
+
+
+def last_figures(run: RunView) -> StepSummary:
+    """The figures of the last step of the lowest rank that has finished a step. If no rank has finished a step, the
+    summary has 0 steps."""
+    ranks = sorted(run.ranks, key=lambda rank: rank.rank)
+    return summarize([rank.last_step for rank in ranks if rank.last_step is not None][:1])
 
 
 def pace(steps: Sequence[StepReport]) -> float | None:
