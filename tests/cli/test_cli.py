@@ -21,6 +21,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+import tidegate
 from tests import forked
 from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
 from tests.services import daemon_process
@@ -65,6 +66,10 @@ def without(packages: tuple[str, ...], *words: str, state: Path) -> tuple[int, s
 
 
 PARTS = ("torch", "numpy", "fastapi", "uvicorn", "sqlalchemy", "prometheus_client", "streamlit", "plotly", "pandas")
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    assert run(None, "--version", state=tmp_path) == (0, f"tidegate {tidegate.__version__}\n", "")
 
 
 def test_help_and_status_need_no_part(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 from pydantic import ValidationError
 
+import tidegate
 from tidegate.cli import knobs, runs, tokens, watch
 from tidegate.cli.calibrate import calibrate
 from tidegate.cli.doctor import checkpoint_files, storage_paths
@@ -26,7 +27,6 @@ from tidegate.terminal import confirm, say
 
 app = typer.Typer(
     name="tidegate",
-    help="Offloads optimizer state, shows its transfers, and changes its knobs while training runs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -50,6 +50,21 @@ def main() -> NoReturn:
         sys.stderr.close()
         sys.exit(1)
     sys.exit(0)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        say(f"tidegate {tidegate.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Offloads optimizer state, shows its transfers, and changes its knobs while training runs."""
 
 
 # ---- the daemon and the dashboard
