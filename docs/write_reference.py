@@ -28,7 +28,8 @@ rank does. [Tune a run](../guides/tune-a-run.md) shows how to change one. [Conce
 """
 COMMANDS: Final = """
 Every command ends with one of these exit codes: 0 done, 1 failed, 2 wrong usage. Errors are one sentence on stderr.
-Commands that print a result take `--json`, for programs. `tidegate --version` prints the version. Times are in UTC, as the `Z` at their end says.
+Commands that print a result take `--json`, for programs. Times are in UTC, as the `Z` at their end says. `tidegate
+--version` prints the version.
 """
 REST: Final = """
 One daemon serves this interface for any number of runs. `http://127.0.0.1:8790` is its address unless it was started

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tidegate.kernels import _native
-from tidegate.kernels._native import PathLock, locked_by_other, try_lock
+from tidegate.kernels._native import PathLock
 from tidegate.kernels.arithmetic.formats import GradDtype, WeightFormat
 from tidegate.kernels.built_from import require_current_build
 from tidegate.kernels.io.direct_io import ALIGNMENT, IoPool, IoTicket, aligned_buffer, num_blocks, open_direct
@@ -39,11 +39,9 @@ __all__ = [
     "implementation",
     "instruction_set",
     "instruction_sets",
-    "locked_by_other",
     "num_blocks",
     "open_direct",
     "sum_of_squares",
-    "try_lock",
     "use_instruction_set",
 ]
 

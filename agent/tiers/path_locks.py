@@ -34,8 +34,6 @@ from typing import Final
 
 from tidegate.errors import LocksUnusable
 from tidegate.kernels import PathLock
-from tidegate.kernels import locked_by_other as locked_by_other
-from tidegate.kernels import try_lock as try_lock
 
 log = logging.getLogger("tidegate.tiers")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from tidegate.agent.tiers.path_locks import try_lock
+from tidegate.agent.tiers.byte_locks import try_lock
 from tidegate.agent.tiers.scratch_owner import (
     OWNER_FILE,
     Alive,

@@ -22,7 +22,7 @@ from typing import Final, Literal, Self
 from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
 from tidegate.agent.procfs import boot_id, pid_namespace, start_ticks
-from tidegate.agent.tiers.path_locks import locked_by_other, try_lock
+from tidegate.agent.tiers.byte_locks import locked_by_other, try_lock
 
 OWNER_FILE: Final = "owner.json"
 

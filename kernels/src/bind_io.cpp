@@ -18,7 +18,6 @@
 #include "checksum.h"
 #include "direct_io.h"
 #include "gil.h"
-#include "lock_file.h"
 #include "path_lock.h"
 #include "tasks.h"
 
@@ -94,19 +93,6 @@ auto field_of(const IoTicket& ticket) {
   return ticket.state().*Field;
 }
 
-// A lock on a byte of a file, and the query of it: OSError where the file system has no locks.
-template <bool (*Function)(int, off_t)>
-bool py_lock_call(int fd, int64_t byte) {
-  try {
-    const GilReleased released;
-    return Function(fd, off_t(byte));
-  } catch (const LockFailure& failure) {
-    errno = failure.error;
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
-  }
-}
-
 Entered py_enter(PathLock& lock, double timeout_seconds) {
   // Most threads need not wait: then the interpreter lock does not change hands.
   Entered entered = lock.enter(0.0);
@@ -142,8 +128,6 @@ void bind_locks(nb::module_& m) {
       .def_prop_ro("waiting", &count_of<&PathLockCounts::waiting>, "Threads of this process that wait for it.")
       .def_prop_ro("queued", &count_of<&PathLockCounts::queued>, "Whether this process waits in line.")
       .def_prop_ro("first", &count_of<&PathLockCounts::first>, "Whether it is the first in line.");
-  m.def("try_lock", &py_lock_call<&try_lock>, "fd"_a, "byte"_a);
-  m.def("locked_by_other", &py_lock_call<&is_locked_by_other>, "fd"_a, "byte"_a);
 }
 
 }  // namespace

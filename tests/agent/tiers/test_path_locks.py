@@ -17,7 +17,8 @@ import pytest
 
 from tests.agent.tiers.neighbour import SPAWN, neighbour
 from tests.services import until
-from tidegate.agent.tiers.path_locks import TierLocks, device_key, lock_directory, locked_by_other
+from tidegate.agent.tiers.byte_locks import locked_by_other
+from tidegate.agent.tiers.path_locks import TierLocks, device_key, lock_directory
 from tidegate.errors import LocksUnusable
 
 LONG = 60.0

@@ -23,8 +23,8 @@ import pytest
 
 from tests.agent.tiers.trainer import trainer
 from tidegate.agent.tiers import scratch as scratch_module
+from tidegate.agent.tiers.byte_locks import locked_by_other
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
-from tidegate.agent.tiers.path_locks import locked_by_other
 from tidegate.agent.tiers.scratch import Leftover, Scratch, find_leftovers, remove
 from tidegate.agent.tiers.scratch_owner import Owner
 from tidegate.errors import PathFull, PathUnusable, ScratchTaken
