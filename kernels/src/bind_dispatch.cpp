@@ -99,14 +99,17 @@ using Issued = std::vector<std::pair<int, int64_t>>;
 }  // namespace
 
 void bind_dispatch(nb::module_& m) {
+  nb::class_<Program>(m, "Program", "A plan for the dispatcher.")
+      .def("__init__", [](Program* self, std::vector<OpTuple> ops) { new (self) Program{program_of(std::move(ops))}; },
+           "ops"_a);
   nb::class_<Dispatcher>(m, "Dispatcher",
                          "The state of one execution of a plan: events go in, and what each lane may begin comes out. It has\n"
                          "no clock, no thread and no lock. Lanes, ops and subgroups are numbers; `run` is the number of one\n"
                          "execution of an op.")
       .def("__init__",
-           [](Dispatcher* self, std::vector<OpTuple> ops, const std::vector<bool>& ahead, int64_t first_run) {
-             new (self) Dispatcher(program_of(std::move(ops)), ahead, first_run);
-           }, "ops"_a, "ahead"_a, "first_run"_a = 0)
+           [](Dispatcher* self, const Program& program, const std::vector<bool>& ahead, int64_t first_run) {
+             new (self) Dispatcher(program.ops, ahead, first_run);
+           }, "program"_a, "ahead"_a, "first_run"_a = 0)
       .def("begin", [](Dispatcher& its, int lane, double now) { return tuple_of(its.begin(lane, now)); })
       .def("queued", &Dispatcher::queued)
       .def("ended", [](Dispatcher& its, int64_t run, int outcome, double now) {
@@ -124,9 +127,6 @@ void bind_dispatch(nb::module_& m) {
       .def_prop_ro("is_skipped", &Dispatcher::is_skipped)
       .def_prop_ro("failed_run", &Dispatcher::failed_run)
       .def_prop_ro("issued", &Dispatcher::issued);
-  nb::class_<Program>(m, "Program", "A plan for the dispatcher.")
-      .def("__init__", [](Program* self, std::vector<OpTuple> ops) { new (self) Program{program_of(std::move(ops))}; },
-           "ops"_a);
   nb::class_<TaskList>(m, "TaskList", "The tasks of ops, by place in the program.")
       .def("__init__", [](TaskList* self, Tasks tasks) { new (self) TaskList{std::move(tasks)}; }, "tasks"_a = Tasks());
   nb::class_<Lanes>(m, "Lanes",

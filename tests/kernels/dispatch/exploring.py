@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tidegate.kernels.dispatch import Dispatcher, Gate, Outcome, ProgramOp
+from tidegate.kernels.dispatch import Dispatcher, Gate, Outcome, Program, ProgramOp
 
 MOST_EVENTS = 2000
 LANE, GATE, SUBGROUP, COPIES, USES, DEPS = range(6)
@@ -150,7 +150,7 @@ def explore(seed: int, mutation: Mutation = UNCHANGED) -> Reference:
     case = random_case(choices)
     given = mutation.case(case, choices)
     first_run = choices.choice((0, 1000))
-    dispatcher, reference = Dispatcher(list(given.program), list(given.ahead), first_run), Reference(case)
+    dispatcher, reference = Dispatcher(Program(list(given.program)), list(given.ahead), first_run), Reference(case)
     fails, cancels = choices.random() < 0.1, choices.random() < 0.05
     absent = set(range(len(case.program))) - {i for i, op in enumerate(case.program) if op[COPIES]}
     subgroups = [op[SUBGROUP] for i, op in enumerate(case.program) if i not in absent]

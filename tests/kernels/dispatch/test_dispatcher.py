@@ -15,7 +15,7 @@ from tests.kernels.dispatch.exploring import MUTATIONS, UNCHANGED, Mutation, Ref
 from tests.services import ROOT
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.plan_execution import program_of
-from tidegate.kernels.dispatch import Dispatcher, Gate, Lanes, Outcome, Until
+from tidegate.kernels.dispatch import Dispatcher, Gate, Lanes, Outcome, Program, Until
 from tidegate.plan import Plan
 
 SEEDS, CAMPAIGN = 3000, 100_000
@@ -58,7 +58,7 @@ def test_the_exploration_finds(fault: str) -> None:
 )
 def test_a_program_that_cannot_be_run_is_refused(op: tuple[int, int, int, bool, bool, list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Dispatcher([(0, 0, 0, False, False, []), op], [False, False])
+        Dispatcher(Program([(0, 0, 0, False, False, []), op]), [False, False])
 
 
 def test_a_real_step_that_was_recorded_replays_to_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_lanes_without_an_execution_wait_for_nothing() -> None:
     lanes.open_gradients([0])
     lanes.ended(7, Outcome.ISSUED)
     assert lanes.issued == []
-    lanes.start([(0, Gate.STEP, 0, False, False, [])])
+    lanes.start(Program([(0, Gate.STEP, 0, False, False, [])]))
     assert not lanes.wait(Until.DONE, [], 0.01)
     lanes.close()
     assert lanes.take(0) is None
