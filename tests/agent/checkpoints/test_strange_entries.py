@@ -60,6 +60,12 @@ def prepare(kind: str, at: Path, outside: Path) -> None:
 KINDS = [pytest.param(kind, marks=() if kind in ("a FIFO", "a link") else pytest.mark.slow) for kind in STRANGERS]
 
 
+def unless_read(entry: Path) -> os.stat_result:
+    """What the file system says of an entry, without the time of the last read."""
+    found = os.lstat(entry)
+    return os.stat_result([*found[:7], 0, *found[8:]])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_saves_go_on_around_them(tmp_path: Path, outside: Path, kind: str) -> None:
     saved = tmp_path / "saved"
@@ -68,7 +74,7 @@ def test_saves_go_on_around_them(tmp_path: Path, outside: Path, kind: str) -> No
         run.optimizer.save_checkpoint(saved, keep=2)
         for place in PLACES:
             prepare(kind, saved / place, outside)
-        there = {place: os.lstat(saved / place) for place in PLACES}
+        there = {place: unless_read(saved / place) for place in PLACES}
         for step in range(1, 4):
             run.steps(step, step + 1)
             made = run.optimizer.save_checkpoint(saved, keep=2)
@@ -78,7 +84,7 @@ def test_saves_go_on_around_them(tmp_path: Path, outside: Path, kind: str) -> No
         run.steps(4, 5)
     for place, before in there.items():
         if not place.endswith(".new") and kind != "a folder":
-            assert os.lstat(saved / place) == before, f"{place} is as it was"
+            assert unless_read(saved / place) == before, f"{place} is as it was"
     assert sorted(path.name for path in outside.iterdir()) == ["precious", "precious.json"]
     assert (outside / "precious").read_text() == "x"
 
