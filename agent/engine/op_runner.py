@@ -14,6 +14,7 @@ from tidegate.agent.engine.executor import StepSkipped
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.engine.state_block import state_addresses
+from tidegate.agent.gradients.gradient_record import GradientRecord
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import GradientNorm
 from tidegate.agent.parameters.subgroups import Layout, Segment, flat
@@ -66,9 +67,11 @@ class StepOutcome:
 @dataclass(frozen=True, slots=True)
 class SquareSums:
     """Sums of squares and numbers of non-finite elements of gradients. When the event `ready` is done, `sums` has one
-    such pair for each parameter in `params`, in the same order."""
+    such pair for each parameter in `params`, in the same order. `read`: in gradient mode `keep`, the records of the
+    gradients that were summed; else None, because a released gradient does not change."""
 
-    params: tuple[int, ...]
+    params: Sequence[int]
+    read: Sequence[GradientRecord | None]
     ready: Event
     sums: list[tuple[float, int]]
 
@@ -221,19 +224,25 @@ class MemoryRunner:
             self._device.wait(op.lane, arrived.ready)
         references = [grad_ref_of(arrived) for _, arrived in begun_here]
         event, sums = self._device.norms(references)
-        self.squares.append(SquareSums(tuple(param for param, _ in begun_here), event, sums))
+        read = [arrived if self._gradients.mode == "keep" else None for _, arrived in begun_here]
+        self.squares.append(SquareSums([param for param, _ in begun_here], read, event, sums))
         self._gradients.was_read(layout, taken, op.lane, event)
         return IssuedOp(event, 0, sum(reference.numel for reference in references))
 
     def _norm(self) -> IssuedOp:
         outcome = self._step_outcome()
         inputs = outcome.inputs
-        early = {param for squares in self.squares for param in squares.params}
+        early = {
+            param
+            for squares in self.squares
+            for param, read in zip(squares.params, squares.read, strict=True)
+            if read is None or read is self._gradients.record(param)
+        }
         late = [i for i, has in enumerate(outcome.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
         event, sums = self._device.norms(present)
         known: dict[int, tuple[float, int]] = {}
-        for summed in (*self.squares, SquareSums(tuple(late), event, sums)):
+        for summed in (*self.squares, SquareSums(late, (), event, sums)):
             summed.ready.wait()  # one read from the device for all parameters of this sum
             known.update(zip(summed.params, summed.sums, strict=True))
         all_known_at = time.monotonic()

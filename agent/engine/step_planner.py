@@ -17,7 +17,7 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import PathFull, PathUnusable
 from tidegate.plan import Placement, Plan, make_plan, verify
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.plan.ops import Processor, Residence, is_path
+from tidegate.plan.ops import Norms, Processor, Residence, is_path
 from tidegate.plan.path_times import PathOpTimes
 from tidegate.plan.residency import NextResidences, next_residences, placement, spilled_gradients
 from tidegate.plan.tasks import StepOrder
@@ -161,10 +161,17 @@ class StepPlanner:
         if key not in self._plans:
             plan = make_plan(
                 self.subgroups, placements, num_slots=settings.num_slots, policy=settings.policy,
-                grad_on_host_order=gradient_order, norms="gradient" if settings.gradients == "release" else "step",
+                grad_on_host_order=gradient_order, norms=self._norms(placements),
                 host_slots=self._host_slots, order=order, rates=PathOpTimes(speeds) if speeds else None,
                 step_at=step_at,
             )  # fmt: skip
             verify(plan)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _norms(self, placements: Sequence[Placement]) -> Norms:
+        """When squares of gradients are summed: as gradients arrive, unless they are not final then, or some of them
+        wait for a host slot."""
+        settings = self._settings
+        early = settings.early_gradients and not any(placement.grad_in_slot for placement in placements)
+        return "gradient" if early or settings.gradients == "release" else "step"

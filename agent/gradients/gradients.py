@@ -287,6 +287,10 @@ class Gradients:
         """The records of a subgroup's gradients by segment (part of a parameter); None where there is no gradient."""
         return tuple(self._current[segment.param] for segment in layout.segments)
 
+    def record(self, param: int) -> GradientRecord | None:
+        """The record of a parameter's gradient; None if there is no gradient."""
+        return self._current[param]
+
     @property
     def present(self) -> list[bool]:
         """For each parameter, whether it has a gradient in this step; complete after `refresh`."""

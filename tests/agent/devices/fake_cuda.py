@@ -12,6 +12,7 @@ happens at once, on a stream called `framework`.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -186,24 +187,33 @@ class FakeCuda:
         at = self._pages.reachable
         with self._mutex:
             self._enter(stream)
-            self._results += 1
             self.norm_reads.append(sum(grad.numel * grad.dtype.nbytes for grad in grads))
-            result, found = self._results, Norms()
-            for grad in grads:
+            first, found = self._results + 1, Norms()
+            self._results += len(grads)
+            for result, grad in enumerate(grads, start=first):
                 nbytes = grad.numel * grad.dtype.nbytes
                 self._require_device(grad.address, nbytes)
-                self._access(stream.name, grad.address, nbytes, False, "the norm of a gradient")
-            self._access(stream.name, result, 1, True, "the norms")
+                self._checked(lambda result=result, grad=grad, nbytes=nbytes: self.order.copy(  # type: ignore[misc]
+                    stream.name, result, _real(grad.address), nbytes, "the norm of a gradient", 1
+                ))  # fmt: skip
             for g in grads:
                 one = lambda g=g: found.append(sum_of_squares(self._pool, at(g.address), g.numel, g.dtype))  # noqa: E731
                 self._enqueue(stream, one)
 
         def read() -> Norms:
-            self.host_access(result, 1, False, "the norms")
             self.norm_fetches += 1
-            return found
+            torn = [self._is_torn_when_read(first + i) for i in range(len(grads))]
+            return Norms((math.nan, 0) if bad else found[i] for i, bad in enumerate(torn))
 
         return read
+
+    def _is_torn_when_read(self, result: int) -> bool:
+        """Whether the host reads a sum of a gradient that somebody wrote meanwhile: nobody may use it."""
+        with self._mutex:
+            torn = self.order.is_torn(result)
+            if not torn:
+                self.host_access(result, 1, False, "the norms")
+            return torn
 
     # ---- memory
 

@@ -3,9 +3,9 @@
 An actor is a stream or a host thread. Its clock counts what it knows to be done, for each actor. A record of an access
 is ordered before another when the other's actor had heard of it.
 
-Copies are judged by what becomes of them. The engine copies gradients before it knows that they are final, and throws
-the copy away when they were not: a copy that read while somebody wrote leaves *torn* bytes, and only whoever reads
-those makes it an error.
+Copies and sums are judged by what becomes of them. The engine copies and sums gradients before it knows that they are
+final, and throws the result away when they were not: a copy that read while somebody wrote leaves *torn* bytes, and
+only whoever reads those makes it an error.
 """
 
 from __future__ import annotations
@@ -70,13 +70,19 @@ class Order:
     def write(self, actor: str, start: int, nbytes: int, what: str) -> None:
         self._note(Access(start, start + nbytes, actor, self.tick(actor), True, what))
 
-    def copy(self, actor: str, dst: int, src: int, nbytes: int, what: str) -> None:
+    def copy(self, actor: str, dst: int, src: int, nbytes: int, what: str, result_bytes: int | None = None) -> None:
+        """`result_bytes`: bytes that are written, if these are not as many as are read: a sum."""
         self.last_copy += 1
         tick = self.tick(actor)
         reading = Access(src, src + nbytes, actor, tick, False, what, self.last_copy)
         # The destination first: what the copy reads may show that it is torn.
-        self._note(Access(dst, dst + nbytes, actor, tick, True, what, self.last_copy))
+        end = dst + (nbytes if result_bytes is None else result_bytes)
+        self._note(Access(dst, end, actor, tick, True, what, self.last_copy))
         self._note(reading)
+
+    def is_torn(self, address: int) -> bool:
+        """Whether the bytes there are a copy or a sum of what somebody wrote meanwhile."""
+        return any(a.start <= address < a.end and a.torn for a in self.accesses)
 
     def give_up(self, actor: str, start: int, nbytes: int, what: str) -> None:
         """The memory may be used for something else at once: nobody may be at work on it, not even a copy."""
