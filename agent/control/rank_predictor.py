@@ -32,6 +32,7 @@ def rank_of(engine: Engine) -> Rank:
         gradients=engine.gradients.mode,
         capacity={**known, **dict.fromkeys(retired, 0)},
         retired=retired,
+        early_gradients=engine.planner.early_gradients,
         gradient_order=engine.routing.order,
         step_at=engine.planner.step_at,
         path_speeds=engine.planner.path_speeds,

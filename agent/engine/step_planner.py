@@ -17,9 +17,9 @@ from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import PathFull, PathUnusable
 from tidegate.plan import Placement, Plan, make_plan, verify
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.plan.ops import Norms, Processor, Residence, is_path
+from tidegate.plan.ops import Processor, Residence, is_path
 from tidegate.plan.path_times import PathOpTimes
-from tidegate.plan.residency import NextResidences, next_residences, placement, spilled_gradients
+from tidegate.plan.residency import NextResidences, next_residences, norms_of, placement, spilled_gradients
 from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import PathSpeeds
 
@@ -51,6 +51,11 @@ class StepPlanner:
         """Adds the subgroups of `layouts` to the plans that are made from now on, and empties the cache of plans."""
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
         self._plans.clear()
+
+    @property
+    def early_gradients(self) -> bool:
+        """Whether gradients are final when autograd has accumulated them."""
+        return self._settings.early_gradients
 
     @property
     def step_at(self) -> float:
@@ -161,17 +166,11 @@ class StepPlanner:
         if key not in self._plans:
             plan = make_plan(
                 self.subgroups, placements, num_slots=settings.num_slots, policy=settings.policy,
-                grad_on_host_order=gradient_order, norms=self._norms(placements),
+                grad_on_host_order=gradient_order,
+                norms=norms_of(placements, settings.gradients, settings.early_gradients),
                 host_slots=self._host_slots, order=order, rates=PathOpTimes(speeds) if speeds else None,
                 step_at=step_at,
             )  # fmt: skip
             verify(plan)
             self._plans[key] = plan
         return self._plans[key]
-
-    def _norms(self, placements: Sequence[Placement]) -> Norms:
-        """When squares of gradients are summed: as gradients arrive, unless they are not final then, or some of them
-        wait for a host slot."""
-        settings = self._settings
-        early = settings.early_gradients and not any(placement.grad_in_slot for placement in placements)
-        return "gradient" if early or settings.gradients == "release" else "step"

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from tidegate.knobs.knobs import EQ1
 from tidegate.plan.effective_knobs import EffectiveKnobs, Split, divide, host_cached_ids
-from tidegate.plan.ops import Processor, Residence, Subgroup
+from tidegate.plan.ops import Norms, Processor, Residence, Subgroup
 from tidegate.plan.placement import place_subgroups
 from tidegate.plan.plan import Placement
 from tidegate.plan.tasks import StepOrder
@@ -212,3 +212,10 @@ def placement(
     if not placed.uses_host_slot:
         return placed
     return replace(placed, mirror_valid=False, grad_in_slot=processor == "cpu" and mode == "keep")
+
+
+def norms_of(placements: Sequence[Placement], mode: GradientMode, early_gradients: bool) -> Norms:
+    """When squares of gradients are summed. In mode `keep`, they are summed as gradients arrive if gradients are final
+    then (`early_gradients`), and if none of them waits for a host slot."""
+    early = early_gradients and not any(placement.grad_in_slot for placement in placements)
+    return "gradient" if early or mode == "release" else "step"

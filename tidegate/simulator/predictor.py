@@ -54,6 +54,7 @@ class Predictor:
         return ModelEvidence(
             subgroups=None if rank.subgroups == registered else size_runs(rank.subgroups),
             gradient_order=None if rank.gradient_order is None else _id_runs(tuple(rank.gradient_order)),
+            early_gradients=rank.early_gradients,
             step_at=rank.step_at,
             backward_seconds=self.backward_seconds,
             path_speeds={path: PathSpeed(**asdict(speeds)) for path, speeds in (rank.path_speeds or {}).items()},
@@ -73,6 +74,7 @@ def predictor_of(hello: AgentHello, evidence: ModelEvidence, rates: RateCard) ->
         num_slots=hello.num_slots,
         host_slots=dict.fromkeys(hello.paths, hello.host_slots),
         gradients=hello.gradients,
+        early_gradients=evidence.early_gradients,
         capacity=evidence.capacity,
         retired=evidence.retired,
         gradient_order=None if evidence.gradient_order is None else _ids(evidence.gradient_order),

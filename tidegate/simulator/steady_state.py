@@ -20,6 +20,7 @@ from tidegate.plan.residency import (
     GradientMode,
     TierState,
     next_residences,
+    norms_of,
     placement,
     spilled_gradients,
     step_order,
@@ -46,7 +47,7 @@ class Rank:
     gradients arrive; None for the reverse order of ids. step_at: seconds after the first gradient at which plans expect
     `step()`; None to derive it from the length of the backward. path_speeds: speeds by which the engine orders ops;
     None for the speeds of the rate card. gradient_budget: limits of the device memory for released gradients; None for
-    no limit.
+    no limit. early_gradients: whether gradients are final when autograd has accumulated them.
     """
 
     subgroups: Sequence[Subgroup]
@@ -59,14 +60,11 @@ class Rank:
     step_at: float | None = None
     path_speeds: Mapping[str, PathSpeeds] | None = None
     gradient_budget: GradientBudget | None = None
+    early_gradients: bool = True
 
     def __post_init__(self) -> None:
         if not self.subgroups:
             raise ConfigError("A rank without subgroups has no update to predict: give at least one subgroup.")
-
-    @property
-    def norms(self) -> Norms:
-        return "step" if self.gradients == "keep" else "gradient"
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,16 @@ class SteadyStep:
     placements: tuple[Placement, ...]
     order: StepOrder
 
+    @property
+    def norms(self) -> Norms:
+        return norms_of(self.placements, self.rank.gradients, self.rank.early_gradients)
+
     def plan(self, rates: RateCard, step_at: float = 0.0) -> Plan:
         """The plan that the engine would make if `step()` is called `step_at` seconds after the first gradient."""
         rank = self.rank
         speeds = speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
         return make_plan(
-            rank.subgroups, self.placements, num_slots=rank.num_slots, norms=rank.norms, host_slots=rank.host_slots,
+            rank.subgroups, self.placements, num_slots=rank.num_slots, norms=self.norms, host_slots=rank.host_slots,
             grad_on_host_order=rank.gradient_order, order=self.order,
             step_at=rounded_step_delay(step_at) if rank.step_at is None else rank.step_at,
             rates=PathOpTimes(speeds) if rank.host_slots else None,
@@ -94,9 +96,7 @@ class SteadyStep:
     def work(self) -> Work:
         """The ops of the step, not yet in program order: sufficient to count bytes, and much faster than a plan."""
         gradients = range(len(self.placements))
-        return step_work(
-            self.rank.subgroups, self.placements, gradients, self.rank.norms, self.rank.host_slots, self.order
-        )
+        return step_work(self.rank.subgroups, self.placements, gradients, self.norms, self.rank.host_slots, self.order)
 
     @property
     def spills(self) -> bool:

@@ -65,6 +65,8 @@ class ModelEvidence(Message):
     """Sizes of all subgroups; None if they are as in the registration of the rank."""
     gradient_order: IdRuns | None = None
     """Ids of all subgroups in the order in which their gradients arrived in the last step; None if that is unknown."""
+    early_gradients: bool = True
+    """Whether gradients are final (reduced over the ranks) when autograd has accumulated them."""
     step_at: Duration | None = None
     """Seconds after the first gradient at which plans expect the call of `step()`; None to derive it from the length of
     the backward."""
