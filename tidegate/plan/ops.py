@@ -62,7 +62,7 @@ class OpKind(StrEnum):
     host (spilled), because the device lacks memory for it."""
     GRAD_NORM = "grad_norm"
     """Computes the sum of squares and the non-finite count of a subgroup's gradients, as soon as they have arrived
-    (gate: gradient). Only in plans that release gradients before the step."""
+    (gate: gradient). Not in plans that sum all squares in `step()` (`Norms`)."""
     NORM = "norm"
     """Computes the norm and the non-finite count of all gradients, and from them the clip factor (gate: step)."""
     CPU_UPDATE = "cpu_update"

@@ -264,6 +264,18 @@ def test_each_gradient_is_read_once_for_the_norm_and_its_result_waited_for_and_f
         training.forward()
 
 
+def test_only_gradients_that_changed_after_their_sum_are_summed_again() -> None:
+    fake = FakeCuda(eagerness=0.3)
+    params = make_params([((50,), 0)] * 6, 0)
+    with fake_training(fake, params, 0.7, stride="off", subgroup_numel=50) as training:
+        training.backward(random_grads(params, 0, some=False))
+        until(lambda: len(fake.norm_reads) == len(params), "early sums")
+        training.scale_grads(-1.0, params[1:])
+        training.step()
+        training.forward()
+    assert fake.norm_reads[len(params) :] == [sum(param.numel() * param.element_size() for param in params[1:])]
+
+
 @pytest.mark.parametrize("gradients", ["keep", "release"])
 @pytest.mark.parametrize("static_ratio", [0.0, 0.4])
 def test_each_gradient_is_read_by_copies_and_updates_as_often_as_the_plan_says(
