@@ -322,6 +322,8 @@ class Engine:
     def _finish(self, flight: PlanInFlight, skipped: bool, spans: Sequence[Span]) -> None:
         self.routing.end_step()
         self._runner.begin()
+        if flight.outcome is not None and flight.outcome.sums_outdated:
+            self.planner.sum_squares_in_step()
         if not skipped:
             self.memory.commit(flight.plan.placements)
             if self.residences is not None:

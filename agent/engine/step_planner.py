@@ -44,6 +44,8 @@ class StepPlanner:
         self._plans: LRUCache[Hashable, Plan] = LRUCache(MAX_PLANS)
         """The key consists of the inputs of the planner, except for the expected order of gradients: a
         cached plan keeps the order that was expected when the plan was made."""
+        self.early_gradients = settings.early_gradients
+        """Whether gradients are final when autograd has accumulated them, so that their squares can be summed then."""
         self._step_delay = StepDelay()
         self._path_speeds = StablePathSpeeds()
 
@@ -52,10 +54,11 @@ class StepPlanner:
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
         self._plans.clear()
 
-    @property
-    def early_gradients(self) -> bool:
-        """Whether gradients are final when autograd has accumulated them."""
-        return self._settings.early_gradients
+    def sum_squares_in_step(self) -> None:
+        """Makes plans that sum squares of gradients in `step()` from now on, because the script changes all gradients
+        between backward and `step()`, for example to clip them. Earlier sums would be made twice."""
+        self.early_gradients = False
+        self._plans.clear()
 
     @property
     def step_at(self) -> float:
@@ -167,7 +170,7 @@ class StepPlanner:
             plan = make_plan(
                 self.subgroups, placements, num_slots=settings.num_slots, policy=settings.policy,
                 grad_on_host_order=gradient_order,
-                norms=norms_of(placements, settings.gradients, settings.early_gradients),
+                norms=norms_of(placements, settings.gradients, self.early_gradients),
                 host_slots=self._host_slots, order=order, rates=PathOpTimes(speeds) if speeds else None,
                 step_at=step_at,
             )  # fmt: skip
