@@ -54,8 +54,8 @@ class StepOutcome:
 
     has_grad: whether each parameter has a gradient. grad_norm: norm of all gradients, after multiplication with
     `inputs.unscale`. grad_scale: the factor for all gradients. bad_params: if the step is skipped, parameters whose
-    gradients are not finite on this rank. sums_outdated: whether squares were summed before `step()`, and all of these
-    gradients have changed since.
+    gradients are not finite on this rank. sums_outdated: whether most of the gradients whose squares were summed before
+    `step()` have changed since.
     """
 
     inputs: StepInputs
@@ -240,7 +240,7 @@ class MemoryRunner:
             for param, read in zip(squares.params, squares.read, strict=True)
             if read is None or read is self._gradients.record(param)
         }
-        outcome.sums_outdated = bool(self.squares) and not early
+        outcome.sums_outdated = 2 * len(early) < sum(len(squares.params) for squares in self.squares)
         late = [i for i, has in enumerate(outcome.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
         event, sums = self._device.norms(present)

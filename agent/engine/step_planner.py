@@ -55,7 +55,7 @@ class StepPlanner:
         self._plans.clear()
 
     def sum_squares_in_step(self) -> None:
-        """Makes plans that sum squares of gradients in `step()` from now on, because the script changes all gradients
+        """Makes plans that sum squares of gradients in `step()` from now on, because the script changes gradients
         between backward and `step()`, for example to clip them. Earlier sums would be made twice."""
         self.early_gradients = False
         self._plans.clear()
