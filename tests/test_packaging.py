@@ -95,6 +95,8 @@ def test_the_wheel_is_complete_and_holds_no_sources_of_the_extension(wheel: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     assert expected <= names
     assert "tidegate/py.typed" in names
+    rules = {str(path.relative_to(ROOT / "grafana")) for path in (ROOT / "grafana" / "prometheus").rglob("*.yml")}
+    assert {name for name in names if "/grafana/" in name} == {f"tidegate/grafana/{name}" for name in rules}
     assert any(re.fullmatch(r"tidegate/kernels/_native\..*\.so", name) for name in names)
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
     assert {name.split("/")[0] for name in names} == {"tidegate", "tidegate-0.1.0.dist-info"}

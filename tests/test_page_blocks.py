@@ -114,7 +114,7 @@ def test_programs_of_a_page_run_one_after_the_other(page: str, tmp_path: Path) -
 
 NO_COMMAND_OF_OURS = re.compile(
     r"make |pip install|\.venv/bin/python|ssh |sudo |systemctl|docker|tar |install |chown|chmod|cp |umask|sed |export "
-    r"|tidegate\(\)|url=|token=|etag=|curl |  |$"
+    r"|tidegate\(\)|url=|token=|etag=|curl |amtool |  |$"
 )
 """Lines that install, deploy, or talk to another host; a block of `docs/control.md` with curl is run by
 `tests/daemon/routes/test_knobs.py`."""

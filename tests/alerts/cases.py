@@ -66,13 +66,15 @@ SLOW_STEPS: Final = " ".join(f"{n}x19" for n in range(100))
 """One in five minutes."""
 
 
-def _path(busy: float, nbytes: float) -> dict[str, str]:
-    """Reads of path nvme: seconds and bytes in 15 s, with a ceiling of 1 GB/s."""
+def _path(busy: float, nbytes: float, wait: float = 1) -> dict[str, str]:
+    """Reads of path nvme: seconds and bytes in 15 s, with a ceiling of 1 GB/s, and seconds for which the update waits
+    for writes."""
     return {
         **_update(),
         f"tidegate_path_busy_seconds_total{{{_NVME_READ}}}": f"0+{busy}x400",
         f"tidegate_path_bytes_total{{{_NVME_READ}}}": f"0+{nbytes:.0f}x400",
         _CEILING: "1000000000x400",
+        _stalled("nvme:write"): f"0+{wait}x400",
     }
 
 
@@ -160,6 +162,27 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegateUpdateStalled",
         why="under the limit",
         series=_stall("h2d", "0+2.3x400"),
+    ),
+    Case(
+        alert="TidegateUpdateStalled",
+        why="two thirds of an update that is a hundredth of the step",
+        series={
+            **_update(0.15),
+            _stalled("dispatch"): "0+0.1x400",
+            'tidegate_phase_seconds_sum{phase="forward"}': "0+14x400",
+        },
+    ),
+    Case(
+        alert="TidegateUpdateStalled",
+        why="half of an update that is a fifth of the step",
+        series={
+            **_update(3),
+            _stalled("dispatch"): "0+1.5x400",
+            'tidegate_phase_seconds_sum{phase="forward"}': "0+12x400",
+        },
+        labels={**RANK, "cause": "dispatch"},
+        summary="llama rank 0: the update waits 50% of its time for dispatch",
+        knob=remedy_for("dispatch").knob,
     ),
     Case(
         alert="TidegateUpdateStalled",
@@ -332,6 +355,17 @@ CASES: Final[tuple[Case, ...]] = (
         alert="TidegatePathSlow",
         why="as slow, but in use for a twentieth of the update only",
         series=_path(busy=0.4, nbytes=8e7),
+    ),
+    Case(
+        alert="TidegatePathSlow",
+        why="as slow and as busy, but the update waits for it for a fiftieth of the step only",
+        series=_path(busy=2, nbytes=4e8, wait=0.15),
+    ),
+    Case(
+        alert="TidegatePathSlow",
+        why="five minutes after its repair: small operations stay under the ceiling, and nobody waits",
+        series={**_path(busy=2, nbytes=4e8), _stalled("nvme:write"): "0+1x40 40x400"},
+        at="21m",
     ),
     Case(
         alert="TidegatePathSlow",
@@ -518,7 +552,20 @@ CASES: Final[tuple[Case, ...]] = (
             '{job="tidegate-agent"}': "_x400",
         },
         labels={"run": "llama"},
-        summary="llama: all ranks are lost: 2",
+        summary="llama: no rank is left: lost are 2 of 2, 0 signed off",
+    ),
+    Case(
+        alert="TidegateAllAgentsLost",
+        why="one is lost, and the launcher ended the other",
+        series={
+            'tidegate_agents{state="live"}': "2x20 0x400",
+            'tidegate_agents{state="stale"}': "0x400",
+            'tidegate_agents{state="lost"}': "0x20 1x400",
+            'tidegate_agents{state="finished"}': "0x20 1x400",
+            '{job="tidegate-agent"}': "_x400",
+        },
+        labels={"run": "llama"},
+        summary="llama: no rank is left: lost are 1 of 2, 1 signed off",
     ),
     Case(
         alert="TidegateAllAgentsLost",

@@ -41,6 +41,8 @@ def parts(expression: str) -> Parts:
             found.labels |= set(node.modifier.labels if node.modifier else ())
             if str(node.op) == "count_values":
                 found.made.add(node.param.val)
+        elif isinstance(node, promql_parser.Call) and node.func.name == "label_replace":
+            found.made.add(node.args[1].val)
         elif isinstance(node, promql_parser.BinaryExpr) and node.modifier:
             matching = node.modifier.matching
             found.labels |= set(matching.labels if matching else ()) | set(node.modifier.group_labels or ())

@@ -60,6 +60,24 @@ def test_alertmanager_accepts_the_configuration() -> None:
     assert yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())["route"]["group_by"] == ["run"]
 
 
+@pytest.mark.parametrize("route", [0, 1], ids=["daemon", "operators"])
+def test_a_critical_alert_waits_for_no_other_alert(route: int) -> None:
+    config = yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())["route"]
+    (critical,) = config["routes"][route]["routes"]
+    assert critical == {
+        "matchers": ["severity = critical"],
+        "group_by": ["alertname", "run"],
+        "group_wait": "5s",
+        "group_interval": "10s",
+    }
+
+
+@pytest.mark.parametrize("severity", ["critical", "warning"])
+def test_every_alert_reaches_the_daemon_and_operators(severity: str) -> None:
+    command = ("amtool", "config", "routes", "test", f"--config.file={PROMETHEUS / 'alertmanager.yml'}")
+    assert tool(*command, f"severity={severity}", "run=llama").splitlines()[0] == "tidegate-daemon,operators"
+
+
 def test_every_family_in_a_rule_is_in_the_catalogue() -> None:
     suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
     known = {name + suffix for name, metric in BY_NAME.items() for suffix in suffixes[metric.type]}
@@ -122,4 +140,5 @@ def test_alertmanager_tells_the_daemon_with_a_token() -> None:
     assert webhook["send_resolved"]
     assert webhook["max_alerts"] <= MAX_ALERTS
     assert webhook["http_config"]["authorization"] == {"credentials_file": "alert.token"}
-    assert config["route"]["routes"][0] == {"receiver": "tidegate-daemon", "continue": True}
+    first = config["route"]["routes"][0]
+    assert (first["receiver"], first["continue"]) == ("tidegate-daemon", True)

@@ -19,6 +19,7 @@ from tidegate.cli.doctor import checkpoint_files, storage_paths
 from tidegate.cli.doctor.machine import Finding, examine, print_findings
 from tidegate.cli.options import Daemon, Json, RunOption, choose_run, client_for, duration, utf8
 from tidegate.cli.plan import plan
+from tidegate.cli.rules import rules
 from tidegate.cli.training import needs, training_command
 from tidegate.client.discovery import find_daemon, state_dir
 from tidegate.errors import ConfigError, TidegateError
@@ -264,6 +265,7 @@ def _print_findings(findings: list[Finding], as_json: bool, as_text: Callable[[l
 
 app.command("calibrate")(calibrate)
 app.command("plan")(plan)
+app.command("rules")(rules)
 
 
 # ---- training
