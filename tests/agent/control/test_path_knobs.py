@@ -104,3 +104,18 @@ def test_what_cannot_be_is_refused_in_one_sentence_and_nothing_changes(daemon: D
         until(lambda: training.steps > steps + 2, "training goes on")
         training.stop()
         assert set(watched.after[-1]) == {"nvme"}
+
+
+def test_reports_tell_why_a_path_is_retired_and_what_auto_would_take(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "pfs").mkdir()
+    training = Training(paths={"nvme": tmp_path / "nvme", "pfs": tmp_path / "pfs"}, host_cache=0)
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run=RUN) as attachment:
+        training.step()
+        store = optimizer.engine.store
+        assert store is not None
+        store.retire("pfs", "Path pfs: the disk is gone.")
+        evidence = attachment._messages.report().evidence
+        assert evidence is not None
+        assert (evidence.retired, evidence.retired_reasons) == (("pfs",), {"pfs": "Path pfs: the disk is gone."})
+        assert evidence.automatic_cache_bytes == pytest.approx(optimizer._automatic_cache_bytes(), rel=0.2)
