@@ -1,5 +1,5 @@
-"""Locks of one byte of a file, held by a process. They are POSIX record locks: the kernel releases them when the process
-dies, and a forked child inherits none."""
+"""Locks of one byte of a file, held by a process. They are POSIX record locks: the kernel releases them when the
+process dies, and a forked child inherits none."""
 
 from __future__ import annotations
 
