@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -21,14 +21,18 @@ from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.knobs.knobs import Knobs
 from tidegate.logs import event
 from tidegate.plan import Subgroup
-from tidegate.simulator.predictor import size_runs
+from tidegate.simulator.predictor import Predictor, size_runs
 from tidegate.speeds.rate_card import RateCard
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import Message
+from tidegate.wire.evidence import ModelEvidence
 from tidegate.wire.translation import view_of
 
 log = logging.getLogger("tidegate")
 M = TypeVar("M", bound=Message)
+
+MAX_REASON_CHARACTERS: Final = 1000
+"""Most characters of the reason for which a path was retired."""
 
 
 class RankMessages:
@@ -99,7 +103,7 @@ class RankMessages:
             effective=self._optimizer.effective_knobs(),
             rates=None if rates is None else self._rates_message(rates),
             evidence=self._accepted(
-                lambda: predictor.evidence(self._registered), "inputs of predictions", event("evidence_refused")
+                lambda: self._evidence(predictor), "inputs of predictions", event("evidence_refused")
             ),
             steps=recorder.take_unreported(),
             timeline=timeline,
@@ -113,6 +117,16 @@ class RankMessages:
     def check(self, knobs: Knobs) -> None:
         """Raises ConfigError when the knobs cannot work on this rank."""
         self._optimizer.check_knobs(knobs)
+
+    def _evidence(self, predictor: Predictor) -> ModelEvidence:
+        store = self._optimizer.engine.store
+        if store is None:
+            return predictor.evidence(self._registered)
+        return predictor.evidence(
+            self._registered,
+            retired_reasons={path: why[:MAX_REASON_CHARACTERS] for path, why in store.retired.copy().items()},
+            automatic_cache_bytes=self._optimizer._automatic_cache_bytes(),
+        )
 
     def _rates_message(self, rates: RateCard) -> Rates | None:
         return self._accepted(lambda: Rates(**rates.to_dict()), "measured speeds", event("rates_refused"))

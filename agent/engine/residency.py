@@ -122,6 +122,7 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
                 busy_seconds=busy_seconds([*reads, *writes]),
                 step_seconds=step_seconds,
             ),
+            transfers=len(reads) + len(writes),
         )
     return by_path
 

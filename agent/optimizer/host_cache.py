@@ -20,8 +20,8 @@ CACHE_SHARE: Final = 0.9
 def automatic_cache_bytes(
     offload: Offload, shards: Sequence[torch.Tensor], layouts: Sequence[Layout], held_bytes: int = 0
 ) -> int:
-    """Bytes for the host cache: 90 % of the host memory that is free now, minus the other host buffers of the engine; 0
-    without paths.
+    """Bytes for the host cache: 90 % of the host memory that is available now, minus the other host buffers of the
+    engine; 0 without paths.
 
     The ranks of a host share the free memory equally. held_bytes: host memory that the engine has already; it counts as
     free.

@@ -76,7 +76,7 @@ class Offload:
         proportion to the slower of read and write bandwidth of each path (MLP-Offload, Eq. 1)
         (weights; default "auto").
     host_cache: host memory that holds some of this state between steps, as a number or as "8GiB"; "auto": 90 % of the
-        free host memory minus other buffers, in equal parts for the ranks of a host (bytes; default "auto").
+        available host memory minus other buffers, in equal parts for the ranks of a host (bytes; default "auto").
     order: "pinned" keeps the same subgroups in the host cache; "alternate" runs every other update backwards and keeps
         the subgroups that the next update begins with (MLP-Offload, section 3.2); "auto": pinned
         (word; default "auto").

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,8 +12,10 @@ from typing import Final
 
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.knobs.kinds import larger_than_state, show_size
 from tidegate.knobs.knobs import AUTO, OFF, Knobs, KnobValue, same, show
 from tidegate.plan.effective_knobs import EffectiveKnobs, resolve
+from tidegate.plan.ops import path_lanes
 from tidegate.simulator.prediction_interval import prediction_interval
 from tidegate.simulator.predictor import Predictor, predictor_of
 from tidegate.simulator.steady_state import steady_steps
@@ -34,6 +37,8 @@ _MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
 """Exceptions that the model may raise if figures that ranks have reported contradict each other, although each figure
 alone is valid."""
 NO_ROOM: Final = "No prediction: the state does not fit with these knobs."
+LITTLE_BYTES: Final = 64 << 20
+"""A path on which the last steps moved fewer bytes, and less than one step would, has no speed to rely on."""
 CHOSEN_BY_RANK: Final = ("stride", "order", "host_cache")
 """Knobs for which only the rank knows what `auto` will be: it finds out after the change."""
 
@@ -51,6 +56,10 @@ class PredictionInputs:
     """Median measured seconds of each phase in the last steps."""
     measured_seconds: tuple[float, ...] = ()
     """Measured seconds of the last updates under the present knobs."""
+    path_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the last steps moved on each path; a path without bytes is absent."""
+    steps: int = 0
+    """Number of these steps."""
     device_free_bytes: int | None = None
     """Device memory that was never used in the last steps; None if unknown."""
 
@@ -88,6 +97,22 @@ class PredictionInputs:
             return self.predictor.capacity_shortfall(wanted) if wanted is not None else ""
         except ConfigError:  # a speed was never measured
             return ""
+
+    def notes(self, before: Knobs, after: Knobs, then: Prediction | None) -> tuple[str, ...]:
+        """What to know of a change besides its prediction `then`, as sentences."""
+        found = []
+        state = sum(s.nbytes("state") for s in self.predictor.rank.subgroups)
+        if after.host_cache not in (AUTO, before.host_cache) and int(after.host_cache) > state:
+            found.append(larger_than_state(int(after.host_cache), state, self.hello.rank))
+        moves = {} if then is None else then.link_bytes
+        for path in self.hello.paths:
+            moved, per_step = self.path_bytes.get(path, 0), sum(moves.get(lane, 0) for lane in path_lanes(path))
+            if moved < min(per_step, LITTLE_BYTES):
+                found.append(
+                    f"Speed of {path} from little: the last {self.steps} steps moved {show_size(moved)} there, one "
+                    f"step would move {show_size(per_step)}. The prediction may be far off: try it with a canary."
+                )
+        return tuple(found)
 
     def numbers(self, knobs: Knobs) -> EffectiveKnobs | None:
         """The knobs as numbers; None while the rank has not reported its values for `auto`."""
@@ -146,6 +171,9 @@ def _prediction_inputs(run: Run) -> PredictionInputs | None:
     first = member.applied.get(run.control.committed.number, 0)
     # State that is still spilled during the next forward belongs to the update, too.
     measured = [step.phase_seconds.get("update", 0.0) + step.spill_seconds for step in steps if step.step >= first]
+    moved = Counter[str]()
+    for row in (row for step in steps for row in step.paths):
+        moved[row.path] += row.bytes
     return PredictionInputs(
         hello=member.hello,
         rates=run.lead[1].rates,
@@ -153,6 +181,8 @@ def _prediction_inputs(run: Run) -> PredictionInputs | None:
         effective=member.effective,
         phase_seconds=typical,
         measured_seconds=tuple(seconds for seconds in measured if seconds > 0),
+        path_bytes=dict(moved),
+        steps=len(steps),
         device_free_bytes=_device_free_bytes(member, steps),
     )
 
@@ -164,35 +194,48 @@ def _device_free_bytes(member: Member, steps: list[StepReport]) -> int | None:
 
 
 def preview(
-    run: str, generation: int, before: Knobs, after: Knobs, inputs: PredictionInputs | None, *, paths: bool
+    run: str,
+    generation: int,
+    before: Knobs,
+    after: Knobs,
+    inputs: PredictionInputs | None,
+    *,
+    paths: bool,
+    refusal: str = "",
 ) -> KnobPreview:
     """The changed knobs, and the predicted update before and after the change. Slow: run it in a thread.
 
     generation: number of the generation that the change is based on. paths: whether the run has storage paths; without
-    paths the preview leaves out the knobs of storage.
+    paths the preview leaves out the knobs of storage. refusal: why a rank will refuse the change, where that is known;
+    then nothing is predicted.
     """
     try:
-        return _preview(run, generation, before, after, inputs, paths=paths)
+        return _preview(run, generation, before, after, inputs, paths=paths, refusal=refusal)
     except _MODEL_ERRORS as error:
         log.warning("the reports of the ranks of run %s do not allow a preview of knobs: %s", run, error)
-        return _preview(run, generation, before, after, None, paths=paths)
+        return _preview(run, generation, before, after, None, paths=paths, refusal=refusal)
 
 
 def _preview(
-    run: str, generation: int, before: Knobs, after: Knobs, inputs: PredictionInputs | None, *, paths: bool
+    run: str,
+    generation: int,
+    before: Knobs,
+    after: Knobs,
+    inputs: PredictionInputs | None,
+    *,
+    paths: bool,
+    refusal: str,
 ) -> KnobPreview:
     old, new = before.as_dict(paths=paths), after.as_dict(paths=paths)
     to_auto = [name for name in CHOSEN_BY_RANK if new.get(name) == AUTO != old.get(name)]
     now = inputs.predict(before) if inputs else None
-    then = inputs.predict(after) if inputs and not to_auto else None
+    then = inputs.predict(after) if inputs and not to_auto and not refusal else None
     # The errors of this predictor for the present knobs; all updates of a run may be predicted as too short, say.
     ratios = [seconds / now.update_seconds for seconds in inputs.measured_seconds] if inputs and now else []
-    full = inputs.capacity_shortfall(after) if inputs else ""
-    reasons = [inputs.unknown_policy if inputs else NO_RATES, NO_ROOM if full else ""]
+    full = inputs.capacity_shortfall(after) if inputs and not refusal else ""
+    reasons = [refusal, inputs.unknown_policy if inputs else NO_RATES, NO_ROOM if full else ""]
     if to_auto:
-        reasons.append(
-            f"No prediction: the ranks choose {' and '.join(to_auto)} after the change. A value can be predicted."
-        )
+        reasons.append(_chosen_later(to_auto, inputs))
     unknown = next((reason for reason in reasons if reason), NO_RATES)
     return KnobPreview(
         run=run,
@@ -210,6 +253,20 @@ def _preview(
         error_ratio=abs(1 / median(ratios) - 1) if ratios and then else None,
         no_prediction="" if now is not None and then is not None else unknown,
         no_room=full,
+        notes=inputs.notes(before, after, then) if inputs and not refusal else (),
+    )
+
+
+def _chosen_later(names: Sequence[str], inputs: PredictionInputs | None) -> str:
+    """The sentence that says why a change to `auto` of the knobs `names` is not predicted, and what can be."""
+    text = f"No prediction: the ranks choose {' and '.join(names)} after the change."
+    cache = inputs.evidence.automatic_cache_bytes if inputs and "host_cache" in names else None
+    if inputs is None or cache is None:
+        return f"{text} A value can be predicted."
+    value = show_size(float(f"{cache / 2**20:.3g}") * 2**20)
+    return (
+        f"{text} host_cache=auto would be {value} on rank {inputs.hello.rank} now; preview a number to see its effect: "
+        f"host_cache={value}."
     )
 
 

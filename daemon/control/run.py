@@ -151,6 +151,13 @@ class Member:
         self.recent_bytes += memory_of(step)
         return True
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of all subgroups of the rank."""
+        told = self.evidence.subgroups if self.evidence else None
+        sizes = self.hello.subgroups if told is None else told
+        return sum(one.numel * one.state_bytes * one.count for one in sizes)
+
     def is_past(self, report: AgentReport) -> bool:
         """Whether the report is older than the newest report, both by its timestamp and by its step.
 

@@ -99,18 +99,31 @@ def knobs_view(run: Run, states: dict[int, Liveness]) -> KnobsView:
         generation=run.control.newest,
         desired=_desired(run),
         bounds={name: KnobBound.of(spec) for name, spec in specs_for(run.paths).items()},
+        retired=retired_paths(run),
         ranks=tuple(
             RankKnobs(
                 rank=rank,
                 liveness=states[rank],
                 applied_generation=run.members[rank].applied_generation,
                 effective=run.members[rank].effective,
+                state_bytes=run.members[rank].state_bytes,
                 refused=votes[rank].reason if rank in votes and not votes[rank].can else None,
             )
             for rank in sorted(run.members)
         ),
         pending=generation_view(run.name, run.control.pending) if run.control.pending else None,
     )
+
+
+def retired_paths(run: Run) -> dict[str, str]:
+    """The paths that have failed on a present rank, each with the lowest such rank and its reason."""
+    found: dict[str, str] = {}
+    for rank in sorted(run.control.present):
+        if evidence := run.members[rank].evidence:
+            for path in evidence.retired:
+                why = evidence.retired_reasons.get(path, "it failed.")
+                found.setdefault(path, f"on rank {rank}: {why}"[:MAX_TEXT])
+    return found
 
 
 def _desired(run: Run) -> KnobChanges:

@@ -24,7 +24,7 @@ from tidegate.daemon.routes.dependencies import Author, Plane, Wait
 from tidegate.daemon.security.scopes import OPERATE, READ
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.errors import KnobError
-from tidegate.knobs.knobs import Knobs, show, specs_for
+from tidegate.knobs.knobs import AUTO, EQ1, Knobs, show, specs_for, weights_of
 from tidegate.wire.base import KnobChanges
 from tidegate.wire.canary import Rollback
 from tidegate.wire.knobs import GenerationView, KnobPatch, KnobsView
@@ -162,8 +162,19 @@ def _changed(run: Run, changes: KnobChanges) -> tuple[Knobs, Knobs]:
 
 async def _predict(run: Run, before: Knobs, after: Knobs) -> KnobPreview:
     """The prediction of the change, made in a thread: the run's state may have changed when this returns."""
-    inputs, newest, paths = prediction_inputs(run), run.control.newest, bool(run.paths)
-    return await asyncio.to_thread(preview, run.name, newest, before, after, inputs, paths=paths)
+    inputs, newest, refusal = prediction_inputs(run), run.control.newest, _refusal(run, before, after)
+    make = functools.partial(preview, run.name, newest, before, after, inputs, paths=bool(run.paths), refusal=refusal)
+    return await asyncio.to_thread(make)
+
+
+def _refusal(run: Run, before: Knobs, after: Knobs) -> str:
+    """Why a rank will refuse the change, as a sentence: a new `tier_split` gives weight to a retired path. Empty if no
+    such reason is known."""
+    if after.tier_split in (before.tier_split, AUTO, EQ1):
+        return ""
+    retired, weights = serializers.retired_paths(run), weights_of(after.tier_split)
+    named = next((path for path, weight in weights.items() if weight and path in retired), None)
+    return "" if named is None else f"Will be refused: {named} is retired {retired[named]}"
 
 
 async def _outcome(plane: ControlPlane, run: Run, number: int, wait: float, response: Response) -> GenerationView:

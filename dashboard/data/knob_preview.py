@@ -84,14 +84,16 @@ def headline(preview: KnobPreview) -> str:
     """The prediction in one or two sentences, or the reason why there is none."""
     before, after = preview.predicted_update_seconds_before, preview.predicted_update_seconds_after
     if before is None or after is None:
-        return " ".join(text for text in (preview.no_prediction or "No prediction.", preview.no_room) if text)
+        return " ".join(
+            text for text in (preview.no_prediction or "No prediction.", preview.no_room, *preview.notes) if text
+        )
     text = f"Predicted update: {units.seconds(before)} → {units.seconds(after)}{_percent(before, after)}."
     if preview.error_ratio is not None:
         text += f" Predictions of this run are off by {units.share(preview.error_ratio)} now."
     then = preview.predicted_after
     if then is not None and then.low_seconds is not None and then.high_seconds is not None:
         text += f" 9 of 10 updates between {units.seconds(then.low_seconds)} and {units.seconds(then.high_seconds)}."
-    return f"{text} {preview.no_room}".strip()
+    return " ".join(part for part in (text, preview.no_room, *preview.notes) if part)
 
 
 def _percent(before: float, after: float) -> str:

@@ -23,7 +23,18 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import tidegate
 from tests import forked
-from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, listen, new_run, threaded, wait_until
+from tests.daemon.live import (
+    ROOT,
+    Agent,
+    Daemon,
+    environment,
+    hello,
+    listen,
+    new_run,
+    step_report,
+    threaded,
+    wait_until,
+)
 from tests.services import daemon_process
 from tidegate import units
 from tidegate.cli import watch
@@ -31,6 +42,8 @@ from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonError, DaemonUnreachable
 from tidegate.wire.agent import AgentReport, Vote
 from tidegate.wire.event import Event
+from tidegate.wire.evidence import ModelEvidence, SubgroupSizes
+from tidegate.wire.step import PathState
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 
@@ -294,6 +307,28 @@ def test_knobs_of_storage_paths(daemon: Daemon) -> None:
     assert (code, "512MB" in text, "tier_split" in text) == (0, True, False), "the ratio is the same"
     code, _, error = run(daemon, "knobs", "set", "tier_split=ssd:1")
     assert (code, error) == (2, "tidegate: tier_split='ssd:1' names 'ssd'; the run's paths are: nvme, pfs.")
+
+
+def test_a_retired_path_is_marked(daemon: Daemon) -> None:
+    agent = Agent(daemon, "llama-7b", paths=("nvme", "pfs"))
+    evidence = ModelEvidence(retired=("nvme",), retired_reasons={"nvme": "Path nvme: No space left."})
+    states = (PathState(path="nvme", retired=True), PathState(path="pfs"))
+    step = step_report(1).model_copy(update={"path_states": states})
+    agent.say(evidence=evidence, steps=(step,))
+    text = run(daemon, "knobs", "get")[1]
+    assert "nvme: retired on rank 0: Path nvme: No space left.\n" in text
+    assert ("pfs:WEIGHT, auto" in text, "nvme:WEIGHT" in text) == (True, False)
+    said = "llama-7b: Path nvme is retired on rank 0: `tidegate knobs get llama-7b` says why."
+    assert said in run(daemon, "status")[1]
+
+
+def test_a_cache_larger_than_the_state_is_said_to_be_so(daemon: Daemon) -> None:
+    sizes = (SubgroupSizes(numel=1000, count=2, weight_bytes=2, grad_bytes=2, state_bytes=8),)
+    agent = Agent(daemon, "llama-7b", paths=("nvme", "pfs"), subgroups=sizes)
+    for value, said in (("999GiB", True), ("1KB", False)):
+        with agent.answering():
+            text = run(daemon, "knobs", "set", f"host_cache={value}")[1]
+        assert ("is more than the state of rank 0, 16KB: only as much as the state needs is used." in text) is said
 
 
 def test_a_run_without_paths_has_no_knobs_of_storage(daemon: Daemon) -> None:
@@ -622,7 +657,7 @@ def test_a_token_that_waits_in_vain_for_the_database_is_not_made(daemon: Daemon)
 
 def test_doctor(daemon: Daemon) -> None:
     code, text, _ = run(daemon, "doctor")
-    assert (code, "mode 0600" in text, daemon.url in text) == (0, True, True)
+    assert (code, "mode 0600" in text, f"not needed: the daemon runs at {daemon.url}" in text) == (0, True, True)
     (daemon.state / "agent.token").chmod(0o644)
     code, text, _ = run(daemon, "doctor", "--json")
     bad = [finding["check"] for finding in json.loads(text) if finding["verdict"] == "bad"]

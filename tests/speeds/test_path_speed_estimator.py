@@ -325,3 +325,19 @@ def test_bytes_that_count_are_the_mean_of_both_ways_on_a_shared_path_and_the_lar
     assert whole.seconds_per_byte(DUPLEX) == busy / max(read, write)
     assert whole.seconds_per_byte(DUPLEX) <= between * (1 + 1e-12)
     assert between <= whole.seconds_per_byte(HALF_DUPLEX) * (1 + 1e-12)
+
+
+def test_a_few_small_transfers_do_not_lower_a_speed_before_they_last() -> None:
+    """One subgroup of 4 MB waits 100 ms for something else; 8 steps of it are believed, and so are larger transfers."""
+
+    def seen(nbytes: int, transfers: int) -> dict[str, PathTraffic]:
+        seconds = 0.1 * nbytes / 4e6
+        return {"nvme": PathTraffic(read_bytes=nbytes, read_seconds=seconds, transfers=transfers)}
+
+    for nbytes, transfers, steps in ((4_000_000, 1, 8), (4_000_000, 4, 2), (100_000_000, 1, 2)):
+        estimator = PathSpeedEstimator(PATHS)
+        for _ in range(steps - 1):
+            estimator.observe(seen(nbytes, transfers))
+        assert estimator.rates["nvme"].read_bytes_per_second == pytest.approx(6e9)
+        estimator.observe(seen(nbytes, transfers))
+        assert estimator.rates["nvme"].read_bytes_per_second < 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tidegate import units
 from tidegate.client.step_stats import last_figures, verdict
-from tidegate.knobs.kinds import show_size
+from tidegate.knobs.kinds import larger_than_state, show_size
 from tidegate.knobs.knobs import KnobKind, KnobValue, show
 from tidegate.terminal import say, visible
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, MeasuredEffect, RankKnobs
@@ -36,6 +36,8 @@ def print_runs(runs: Sequence[RunView], refused: Sequence[str] = (), everything:
     console.print(runs_table(shown))
     for run in shown:
         say(f"{run.run}: {verdict_now(run)}")
+        for sentence in retired_paths(run):
+            say(f"{run.run}: {sentence}")
     if any(run.device_kind == "emulated" and run.is_running for run in shown):
         say("Emulated devices copy and compute at stated rates: their speeds are no measurement.")
     if len(shown) < len(runs):
@@ -53,6 +55,20 @@ def default_runs(runs: Sequence[RunView]) -> list[RunView]:
 def verdict_now(run: RunView) -> str:
     """What the last update of the run waited for, or which ranks are silent: the sentence of the page Now."""
     return verdict(run, last_figures(run), time.time())
+
+
+def retired_paths(run: RunView) -> list[str]:
+    """A sentence for each storage path that has failed on a present rank."""
+    found: dict[str, list[str]] = {}
+    for rank in run.ranks:
+        for state in rank.last_step.path_states if rank.last_step and rank.liveness in ("live", "stale") else ():
+            if state.retired:
+                found.setdefault(state.path, []).append(str(rank.rank))
+    return [
+        f"Path {path} is retired on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:4])}"
+        f"{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}: `tidegate knobs get {run.run}` says why."
+        for path, ranks in found.items()
+    ]
 
 
 def runs_table(runs: Sequence[RunView]) -> Table:
@@ -93,7 +109,7 @@ def print_knobs(view: KnobsView) -> None:
         (
             name,
             show(name, value),
-            _bounds_text(bound),
+            _bounds_text(bound, view.retired),
             bound.help,
         )
         for name, value in view.desired.items()
@@ -101,6 +117,8 @@ def print_knobs(view: KnobsView) -> None:
     ]
     say(f"Run {view.run}, newest generation {view.generation}")
     table(("knob", "desired", "bounds", "what it does"), rows)
+    for path, why in view.retired.items():
+        say(f"{path}: retired {why}")
     if view.pending:
         say(f"Generation {view.pending.generation} waits for the ranks: {shown(view.pending.changes)}")
     print_ranks(view.ranks)
@@ -112,14 +130,24 @@ def print_ranks(ranks: Iterable[RankKnobs]) -> None:
         table(("rank", "state", "applied", "effective", "refused because"), rows)
 
 
-def print_generation(made: GenerationView, ranks: Iterable[RankKnobs]) -> None:
+def print_generation(made: GenerationView, ranks: Sequence[RankKnobs]) -> None:
     if made.state == "proposed":
         say(f"Generation {made.generation} is still being voted on: see `tidegate history`.")
     else:
         say(f"Generation {made.generation} {made.state}: {shown(made.knobs)}. {made.outcome}")
+    if note := _unused_cache(made, ranks):
+        say(note)
     if made.canary is not None and made.canary.state == "waiting":
         say(f"Canary: {made.canary.steps} steps decide; watch it with `tidegate history` or `tidegate events -f`.")
     print_ranks(ranks)
+
+
+def _unused_cache(made: GenerationView, ranks: Sequence[RankKnobs]) -> str:
+    """The sentence that says that a new `host_cache` is larger than the state of each rank; empty if it is not."""
+    cache, largest = made.changes.get("host_cache"), max(ranks, key=lambda rank: rank.state_bytes, default=None)
+    if largest is None or isinstance(cache, str | None) or not 0 < largest.state_bytes < cache:
+        return ""
+    return larger_than_state(int(cache), largest.state_bytes, largest.rank)
 
 
 def print_preview(preview: KnobPreview) -> None:
@@ -139,6 +167,8 @@ def print_preview(preview: KnobPreview) -> None:
         say(preview.no_prediction)
     if preview.no_room:
         say(preview.no_room)
+    for note in preview.notes:
+        say(note)
 
 
 def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | None) -> Iterator[tuple[str, ...]]:
@@ -192,11 +222,12 @@ def shown(knobs: dict[str, KnobValue]) -> str:
     return " ".join(f"{name}={show(name, value)}" for name, value in knobs.items())
 
 
-def _bounds_text(bound: KnobBound) -> str:
+def _bounds_text(bound: KnobBound, retired: Collection[str]) -> str:
+    """The accepted values of a knob as text, without the paths that are retired."""
     of_kind: dict[KnobKind, str] = {
         "number": f"{bound.minimum:g} to {bound.maximum:g}",
         "size": f"{show_size(bound.minimum)} to {show_size(bound.maximum)}",
-        "weights": ",".join(f"{path}:WEIGHT" for path in bound.paths),
+        "weights": ",".join(f"{path}:WEIGHT" for path in bound.paths if path not in retired),
         "choice": "",
     }
     return ", ".join(part for part in (of_kind[bound.kind], *bound.words) if part)

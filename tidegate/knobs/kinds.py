@@ -149,6 +149,14 @@ def show_size(nbytes: float) -> str:
     return min(exact, key=len, default=f"{nbytes / fitting[0][1]:.4g}{fitting[0][0]}")
 
 
+def larger_than_state(cache: int, state: int, rank: int) -> str:
+    """The sentence on a `host_cache` of more bytes than the state of a rank has."""
+    return (
+        f"host_cache={show_size(cache)} is more than the state of rank {rank}, {show_size(state)}: only as much as the "
+        "state needs is used."
+    )
+
+
 def _size_bounds(spec: KnobSpec) -> str:
     return f"bytes from {show_size(spec.minimum)} to {show_size(spec.maximum)}, as in 12GiB or 512MB"
 

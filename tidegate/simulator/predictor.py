@@ -4,10 +4,11 @@ canaries and advice use it."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from types import MappingProxyType
 
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Subgroup
@@ -46,9 +47,15 @@ class Predictor:
         """The path that is too small for its share under these knobs, as a sentence; empty if there is none."""
         return capacity_shortfall(self.rank, knobs, self.rates)
 
-    def evidence(self, registered: Sequence[Subgroup]) -> ModelEvidence:
+    def evidence(
+        self,
+        registered: Sequence[Subgroup],
+        *,
+        retired_reasons: Mapping[str, str] = MappingProxyType({}),
+        automatic_cache_bytes: int | None = None,
+    ) -> ModelEvidence:
         """The message from which `predictor_of` makes an equal predictor. registered: the subgroups at the registration
-        of the rank."""
+        of the rank. The other arguments are fields of the message that predictors do not use."""
         rank = self.rank
         budget = rank.gradient_budget if rank.gradients == "release" else None
         return ModelEvidence(
@@ -60,6 +67,8 @@ class Predictor:
             path_speeds={path: PathSpeed(**asdict(speeds)) for path, speeds in (rank.path_speeds or {}).items()},
             capacity=dict(rank.capacity),
             retired=tuple(rank.retired),
+            retired_reasons=dict(retired_reasons),
+            automatic_cache_bytes=automatic_cache_bytes,
             gradient_budget_bytes=None if budget is None else max(0, budget.device_bytes),
             most_gradient_bytes=0 if budget is None else budget.most_bytes,
         )

@@ -17,6 +17,12 @@ IDLE_SHARE: Final = 0.5
 that at its estimated speed, the path counts as idle."""
 
 
+FEW_TRANSFERS: Final = 4
+"""Fewest transfers of a path in a step that show its speed, unless they are large (LITTLE_BYTES)."""
+LITTLE_BYTES: Final = 64 << 20
+"""Fewest bytes that show the speed of a path with less than FEW_TRANSFERS transfers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathStepTotals:
     """The work of one path in one whole step, reads and writes together.
@@ -71,6 +77,14 @@ class PathTraffic:
     shared_read_seconds: float = 0.0
     shared_write_seconds: float = 0.0
     whole: PathStepTotals | None = None
+    transfers: int = FEW_TRANSFERS
+    """Reads and writes of the whole step."""
+
+    @property
+    def little(self) -> bool:
+        """Whether the speeds rest on few and small transfers. Then the fixed costs of one transfer, such as a wait for
+        a lock or for a device that slept, look like a low speed."""
+        return self.transfers < FEW_TRANSFERS and self.read_bytes + self.write_bytes < LITTLE_BYTES
 
 
 class _PathEstimate:
@@ -93,19 +107,19 @@ class _PathEstimate:
         # The seconds that each direction would have needed alone: its factor gives its speed in shared time.
         read_seconds = seen.read_seconds - (1 - factors[0]) * seen.shared_read_seconds
         write_seconds = seen.write_seconds - (1 - factors[1]) * seen.shared_write_seconds
-        read = _observe_direction(self._read, seen.read_bytes, read_seconds)
-        write = _observe_direction(self._write, seen.write_bytes, write_seconds)
+        read = _observe_direction(self._read, seen.read_bytes, read_seconds, little=seen.little)
+        write = _observe_direction(self._write, seen.write_bytes, write_seconds, little=seen.little)
         if seen.read_seconds > 0 or seen.write_seconds > 0:
-            self._observe_both(both_seconds(read, write, factors), seen.whole)
+            self._observe_both(both_seconds(read, write, factors), seen.whole, little=seen.little)
 
-    def _observe_both(self, apart: float, whole: PathStepTotals | None) -> None:
+    def _observe_both(self, apart: float, whole: PathStepTotals | None, *, little: bool) -> None:
         if whole is None or not whole.balanced:
-            self._both.observe(apart, apart)
+            self._both.observe(apart, apart, little=little)
             return
         together = whole.seconds_per_byte(self._initial.factors)
         least, most = (together, together) if whole.saturated else sorted((apart, together))
         expected = whole.busy_seconds * self._both.seconds_per_byte / together
-        self._both.observe(least, most, rested=expected < IDLE_SHARE * whole.step_seconds)
+        self._both.observe(least, most, rested=expected < IDLE_SHARE * whole.step_seconds, little=little)
 
     @property
     def speeds(self) -> PathSpeeds:
@@ -132,12 +146,12 @@ def _agreeing(read: float, write: float, both: float, factors: PairFactors) -> t
     return read, both - weight * read
 
 
-def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float) -> float:
+def _observe_direction(known: SpeedFilter, nbytes: int, seconds: float, *, little: bool) -> float:
     """Updates the estimate `known` of one direction with `nbytes` moved in `seconds`, and returns the measured seconds
     per byte. If no bytes moved, returns the old estimate."""
     if nbytes <= 0 or seconds <= 0:
         return known.seconds_per_byte
-    known.observe(seconds / nbytes, seconds / nbytes)
+    known.observe(seconds / nbytes, seconds / nbytes, little=little)
     return seconds / nbytes
 
 

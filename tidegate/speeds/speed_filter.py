@@ -11,6 +11,8 @@ OUTLIER_DEVIATION: Final = 0.25
 """Relative deviation above which a step is not noise; a single such step is ignored as an outlier."""
 FALL_STEPS: Final = 2
 """Number of consecutive steps slower by more than OUTLIER_DEVIATION after which the newest of them is the new speed."""
+LITTLE_FALL_STEPS: Final = 8
+"""The same for steps with few and small transfers: there, waits with another cause count for more than bytes do."""
 RISE_STEPS: Final = 4
 """Number of consecutive steps faster by more than OUTLIER_DEVIATION after which the estimate rises."""
 IDLE_RISE_STEPS: Final = 16
@@ -43,12 +45,13 @@ class SpeedFilter:
         self._distrust = IGNORED_RISE_STEPS
         self._no_rise_before = 0
 
-    def observe(self, least: float, most: float, *, rested: bool = False) -> None:
+    def observe(self, least: float, most: float, *, rested: bool = False, little: bool = False) -> None:
         """Adds one step, in which the path took from `least` to `most` seconds per byte. An estimate within that range
         stays as it is; otherwise the nearer end of the range counts as the measured value.
 
         rested: by its estimated speed, the path was idle for most of the step. Then a rise needs more steps
-        (IDLE_RISE_STEPS).
+        (IDLE_RISE_STEPS). little: the step moved too little on the path to show its speed. Then a fall needs more steps
+        (LITTLE_FALL_STEPS).
         """
         self._step += 1
         measured = min(max(self.seconds_per_byte, least), most)
@@ -60,7 +63,7 @@ class SpeedFilter:
             self._in_a_row = 0
         else:
             self._in_a_row = self._in_a_row + side if self._in_a_row * side > 0 else side
-            if self._in_a_row >= FALL_STEPS:
+            if self._in_a_row >= (LITTLE_FALL_STEPS if little else FALL_STEPS):
                 self._fall(measured)
             elif -self._in_a_row >= (IDLE_RISE_STEPS if rested else RISE_STEPS):
                 self._rise(measured)

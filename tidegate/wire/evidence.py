@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from tidegate.wire.base import Count, Duration, Message, PathName, Share, Speed
+from tidegate.wire.base import Count, Duration, Message, PathName, Share, Speed, Text
 
 MAX_SUBGROUPS: Final = 100_000
 """Most subgroups of one rank; the daemon simulates each of them."""
@@ -78,6 +78,10 @@ class ModelEvidence(Message):
     """Most subgroups of each path; without limit where absent."""
     retired: Annotated[tuple[PathName, ...], Field(max_length=64)] = ()
     """Paths that have failed and are not used any more."""
+    retired_reasons: Annotated[dict[PathName, Text], Field(max_length=64)] = {}
+    """Why each retired path failed, as a sentence."""
+    automatic_cache_bytes: Count | None = None
+    """Bytes of the host cache that `host_cache=auto` would be now; None without storage paths."""
     gradient_budget_bytes: Count | None = None
     """Device memory for weights, state and released gradients; None where gradients are kept until `zero_grad()`."""
     most_gradient_bytes: Count = 0

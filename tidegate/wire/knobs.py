@@ -8,7 +8,19 @@ from pydantic import Field
 
 from tidegate.comparison import Difference
 from tidegate.knobs.knobs import KnobKind, KnobSpec
-from tidegate.wire.base import Count, Finite, KnobChanges, Label, Liveness, Message, Rank, RunName, Seconds, Text
+from tidegate.wire.base import (
+    Count,
+    Finite,
+    KnobChanges,
+    Label,
+    Liveness,
+    Message,
+    PathName,
+    Rank,
+    RunName,
+    Seconds,
+    Text,
+)
 from tidegate.wire.canary import CanaryRequest, CanaryView
 
 GenerationState = Literal["proposed", "committed", "applied", "refused", "aborted", "superseded"]
@@ -43,6 +55,8 @@ class RankKnobs(Message):
     liveness: Liveness
     applied_generation: Count
     effective: KnobChanges
+    state_bytes: Count = 0
+    """Bytes of the state of all subgroups of this rank: more of `host_cache` is not used. 0 if that is not known."""
     refused: str | None = None
     """The reason for which this rank refused the newest generation; None if it did not."""
 
@@ -95,6 +109,8 @@ class KnobsView(Message):
     """The knobs of the newest committed generation: in force now, or from the next step on. If the run has no storage
     paths, the knobs of storage paths are left out here and in `bounds`."""
     bounds: dict[str, KnobBound]
+    retired: dict[PathName, Text] = {}
+    """Paths that have failed on a rank, with the rank and the reason; `tier_split` can give them no weight."""
     ranks: tuple[RankKnobs, ...]
     pending: GenerationView | None = None
 

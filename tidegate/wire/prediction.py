@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from tidegate.wire.base import Count, KnobChanges, Label, Message, RunName, Seconds, Text
 from tidegate.wire.stall_causes import StallCause
 
@@ -51,6 +55,9 @@ class KnobPreview(Message):
     no_room: Text = ""
     """A sentence that names each path without enough capacity for its share of the subgroups under the changed knobs;
     empty if all paths have enough. Other paths take the excess; if they cannot, the change is refused."""
+    notes: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    """What to know of the change besides the prediction, as sentences: a value of which not all is used, or a path
+    whose speed rests on little."""
 
 
 class Advice(Message):

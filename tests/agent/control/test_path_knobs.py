@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import tidegate
 from tests import forked
 from tests.agent.training import Training
 from tests.services import ROOT, DaemonProcess, daemon_process, until
+from tidegate.agent.engine import memory_budget
+from tidegate.errors import MemoryBudgetError
 from tidegate.timeline.step_result import StepPhases, StepResult
 
 RUN = "path-knobs"
@@ -104,3 +107,33 @@ def test_what_cannot_be_is_refused_in_one_sentence_and_nothing_changes(daemon: D
         until(lambda: training.steps > steps + 2, "training goes on")
         training.stop()
         assert set(watched.after[-1]) == {"nvme"}
+
+
+def test_reports_tell_why_a_path_is_retired_and_what_auto_would_take(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "pfs").mkdir()
+    training = Training(paths={"nvme": tmp_path / "nvme", "pfs": tmp_path / "pfs"}, host_cache=0)
+    with training.optimizer as optimizer, tidegate.attach(optimizer, training.model, run=RUN) as attachment:
+        training.step()
+        store = optimizer.engine.store
+        assert store is not None
+        store.retire("pfs", "Path pfs: the disk is gone.")
+        evidence = attachment._messages.report().evidence
+        assert evidence is not None
+        assert (evidence.retired, evidence.retired_reasons) == (("pfs",), {"pfs": "Path pfs: the disk is gone."})
+        assert evidence.automatic_cache_bytes == pytest.approx(optimizer._automatic_cache_bytes(), rel=0.2)
+
+
+def test_a_cache_is_refused_only_where_what_the_state_needs_of_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    with Training(paths={"nvme": tmp_path / "nvme"}, host_cache=0).optimizer as optimizer:
+        memory, state = optimizer.engine.memory, sum(s.nbytes("state") for s in optimizer.engine.subgroups)
+        needed = state + memory.host_slot_bytes() - sum(memory.host_bytes().values())
+        wanted = replace(optimizer.knobs, host_cache=999 * 2**30)
+        monkeypatch.setattr(memory_budget, "host_available_bytes", lambda: needed)
+        optimizer.check_knobs(wanted)
+        monkeypatch.setattr(memory_budget, "host_available_bytes", lambda: needed - 1)
+        with pytest.raises(MemoryBudgetError, match="bytes does not fit in host memory"):
+            optimizer.check_knobs(wanted)

@@ -12,8 +12,9 @@ from tests.daemon.live import Agent, Daemon, hello, new_run, step_report, thread
 from tests.daemon.routes.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
 from tidegate.tuner.tuner import MINIMUM_GAIN
+from tidegate.wire.evidence import ModelEvidence
 from tidegate.wire.prediction import KnobPreview
-from tidegate.wire.step import PathState
+from tidegate.wire.step import PathRow, PathState
 
 GIB = 2**30
 PATHS = ("nvme", "pfs")
@@ -299,6 +300,67 @@ def test_a_retired_path_has_no_part_in_predictions(daemon: Daemon) -> None:
         assert seen is not None
         assert (seen.lane_bytes["pfs:write"] > 0) is moved
         assert seen.lane_bytes["nvme:write"] > 0
+
+
+def test_a_preview_says_that_a_retired_path_will_be_refused(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"tier_split": "pfs:1"})
+    evidence = ModelEvidence(retired=("nvme",), retired_reasons={"nvme": "Path nvme: No space left."})
+    agent.say(rates=STORED, effective=EFFECTIVE, evidence=evidence, steps=(step_report(1),))
+    seen = client.preview_knobs(run, {"tier_split": "nvme:1,pfs:1"})
+    assert seen.no_prediction == "Will be refused: nvme is retired on rank 0: Path nvme: No space left."
+    assert (seen.predicted_after, seen.predicted_update_seconds_after, seen.no_room, seen.notes) == (None, None, "", ())
+    for works in ({"tier_split": "nvme:0,pfs:2"}, {"tier_split": "auto"}, {"stride": 3}):
+        assert "refused" not in client.preview_knobs(run, works).no_prediction
+    view = client.knobs(run)
+    assert view.retired == {"nvme": "on rank 0: Path nvme: No space left."}
+    assert view.bounds["tier_split"].paths == PATHS, "weight 0 is accepted"
+
+
+def test_a_preview_of_the_automatic_cache_names_the_number_to_preview(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"host_cache": 1})
+    evidence = ModelEvidence(automatic_cache_bytes=48_123_456)
+    agent.say(rates=STORED, effective=EFFECTIVE, evidence=evidence, steps=(step_report(1),))
+    said = client.preview_knobs(run, {"host_cache": "auto"}).no_prediction
+    assert said == (
+        "No prediction: the ranks choose host_cache after the change. host_cache=auto would be 45.9MiB on rank 0 now; "
+        "preview a number to see its effect: host_cache=45.9MiB."
+    )
+    assert client.preview_knobs(run, {"host_cache": "45.9MiB"}).predicted_after is not None
+
+
+def test_a_preview_says_how_much_of_the_cache_is_used(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES)
+    agent.say(rates=STORED, effective=EFFECTIVE, steps=(step_report(1),))
+    seen = client.preview_knobs(run, {"host_cache": "999GiB"})
+    state = client.knobs(run).ranks[0].state_bytes
+    assert state == 16 * 8_000_000
+    assert seen.notes == (
+        "host_cache=999GiB is more than the state of rank 0, 128MB: only as much as the state needs is used.",
+    )
+    assert client.preview_knobs(run, {"host_cache": state}).notes == ()
+
+
+def test_a_preview_marks_a_path_whose_speed_rests_on_little(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES)
+
+    def say(step: int, **moved: int) -> None:
+        rows = tuple(
+            PathRow(path=path, operation="read", phase="update", bytes=nbytes, busy_seconds=0.1)
+            for path, nbytes in moved.items()
+        )
+        report = step_report(step).model_copy(update={"paths": rows})
+        agent.say(rates=STORED, effective=EFFECTIVE, steps=(report,))
+
+    say(1, nvme=500_000_000, pfs=1_000_000)
+    (said,) = client.preview_knobs(run, {"tier_split": "nvme:1,pfs:3"}).notes
+    assert said.startswith("Speed of pfs from little: the last 1 steps moved 1MB there, one step would move ")
+    assert client.preview_knobs(run, {"tier_split": "nvme:1"}).notes == ()
+    say(2, pfs=200_000_000)
+    assert client.preview_knobs(run, {"tier_split": "nvme:1,pfs:3"}).notes == ()
 
 
 def test_a_preview_tells_which_path_cannot_hold_its_share(daemon: Daemon) -> None:

@@ -163,8 +163,10 @@ def _tokens() -> list[Finding]:
 
 
 def _ports(daemon_url: str) -> list[Finding]:
-    daemon_here = daemon_url == DEFAULT_URL and DaemonClient(daemon_url).health()
-    return [_port(8790, "the daemon", daemon_here), _port(8501, "the live view", False)]
+    live_view, runs = _port(8501, "the live view", False), DaemonClient(daemon_url).health()
+    if runs and daemon_url != DEFAULT_URL:
+        return [Finding("port 8790", "good", f"not needed: the daemon runs at {daemon_url}"), live_view]
+    return [_port(8790, "the daemon", runs), live_view]
 
 
 def _port(port: int, user: str, ours: bool) -> Finding:
