@@ -19,6 +19,7 @@ from tidegate.wire.base import (
     Rank,
     RunName,
     Seconds,
+    Sum,
     Text,
 )
 from tidegate.wire.canary import CanaryRequest, CanaryView
@@ -55,7 +56,7 @@ class RankKnobs(Message):
     liveness: Liveness
     applied_generation: Count
     effective: KnobChanges
-    state_bytes: Count = 0
+    state_bytes: Sum = 0
     """Bytes of the state of all subgroups of this rank: more of `host_cache` is not used. 0 if that is not known."""
     refused: str | None = None
     """The reason for which this rank refused the newest generation; None if it did not."""
