@@ -322,8 +322,8 @@ class Engine:
     def _finish(self, flight: PlanInFlight, skipped: bool, spans: Sequence[Span]) -> None:
         self.routing.end_step()
         self._runner.begin()
-        if flight.outcome is not None and flight.outcome.sums_outdated:
-            self.planner.sum_squares_in_step()
+        if flight.outcome is not None:
+            self.planner.observe_early_sums(outdated=flight.outcome.sums_outdated)
         if not skipped:
             self.memory.commit(flight.plan.placements)
             if self.residences is not None:
@@ -359,8 +359,7 @@ class Engine:
     def _close_memory(self) -> None:
         close_store = [self.store.close] if self.store is not None else []
         if self._executor.stuck:
-            # A lane still uses this memory. The lane's thread holds the memory, which is freed when the thread ends, if
-            # it ever does.
+            # A lane still uses this memory, so that the executor keeps it for ever.
             close_all(*close_store)
         else:
             close_all(self.memory.close, *close_store, self._pool.close, self.device.close)

@@ -16,6 +16,7 @@ a gradient has changed after its copy) or dropped (`cancel`) without harm.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -217,6 +218,8 @@ class Executor:
     def _end_threads(self) -> None:
         self.closed = True
         self._lanes.close()
+        if self.stuck:
+            _keep_for_ever(self._in_use)
         for thread in self._threads:
             thread.join(timeout=0.1 if self.stuck else 5.0)
 
@@ -226,7 +229,10 @@ class Executor:
         deadline: in seconds on the monotonic clock. Ops that are running then get LONGEST_WAIT_SECONDS more, and all
         others are dropped. If the update was not finished, waiting for it raises EngineError.
         """
-        if self.closed or self.stuck or os.getpid() != self._pid:
+        if self.closed or os.getpid() != self._pid:
+            return
+        if self.stuck:
+            self._end_threads()
             return
         if self._lanes.is_stepping:
             self._lanes.wait(Until.DONE, [], max(0.0, deadline - time.monotonic()))
@@ -238,6 +244,8 @@ class Executor:
         latest = max(deadline, time.monotonic()) + LONGEST_WAIT_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, latest - time.monotonic()))
+        if not self._lanes.wait_for_tasks(0.0):
+            _keep_for_ever(self._in_use)
 
     def _wait(self, until: Until, numbers: Sequence[int] = ()) -> None:
         execution = self._current()
@@ -337,10 +345,14 @@ def _end_lanes(lanes: Lanes, in_use: list[OpRunner]) -> None:
     never if a task is stuck."""
     lanes.close()
     if not lanes.wait_for_tasks(LONGEST_WAIT_SECONDS):
-        _of_stuck_tasks.extend(in_use)
+        _keep_for_ever(in_use)
 
 
-_of_stuck_tasks: list[OpRunner] = []
+def _keep_for_ever(runners: Iterable[OpRunner]) -> None:
+    """Lets nothing free these op runners, also not the end of the interpreter: a task that is stuck uses their memory,
+    and to end its threads would take for ever."""
+    for runner in runners:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(runner))
 
 
 def _wait_after_failure(execution: PlanExecution, issued: Sequence[tuple[int, int]]) -> None:

@@ -24,6 +24,8 @@ from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import PathSpeeds
 
 MAX_PLANS = 16
+OUTDATED_STEPS = 3
+"""One such step means nothing: the first step with micro-batches is one."""
 
 
 class StepPlanner:
@@ -46,6 +48,7 @@ class StepPlanner:
         cached plan keeps the order that was expected when the plan was made."""
         self.early_gradients = settings.early_gradients
         """Whether gradients are final when autograd has accumulated them, so that their squares can be summed then."""
+        self._outdated_steps = 0
         self._step_delay = StepDelay()
         self._path_speeds = StablePathSpeeds()
 
@@ -54,11 +57,14 @@ class StepPlanner:
         self.subgroups += tuple(layout.subgroup() for layout in layouts)
         self._plans.clear()
 
-    def sum_squares_in_step(self) -> None:
-        """Makes plans that sum squares of gradients in `step()` from now on, because the script changes gradients
-        between backward and `step()`, for example to clip them. Earlier sums would be made twice."""
-        self.early_gradients = False
-        self._plans.clear()
+    def observe_early_sums(self, *, outdated: bool) -> None:
+        """Counts steps in which most gradients changed after their squares were summed. After OUTDATED_STEPS such steps
+        in a row, plans sum squares in `step()`: the script changes gradients between backward and `step()`, for example
+        to clip them, and earlier sums are made twice."""
+        self._outdated_steps = self._outdated_steps + 1 if outdated else 0
+        if self._outdated_steps == OUTDATED_STEPS:
+            self.early_gradients = False
+            self._plans.clear()
 
     @property
     def step_at(self) -> float:

@@ -24,6 +24,7 @@ from tidegate.agent.tiers.transfers import Operation, PathCounters, PreparedMove
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, crc32c
 from tidegate.kernels.dispatch import TransferTask
+from tidegate.kernels.io.direct_io import WriteStop
 
 ATTEMPTS: Final = 3
 """Maximum number of attempts of a transfer that fails with a transient error."""
@@ -69,6 +70,8 @@ class FileMover:
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
         self._moving: set[object] = set()
         self._counting = threading.Lock()
+        self.stop = WriteStop()
+        """Set when the path takes no more state: writes that were prepared before then fail, and go elsewhere."""
 
     @property
     def busy(self) -> bool:
@@ -98,17 +101,11 @@ class FileMover:
         if not file.direct:
             return None
         writes, padding = operation == "write", file.data_bytes - file.kind.data_bytes
+        lock, timeout = (self.locks.native, self.locks.timeout_seconds) if self.locks is not None else (None, 0.0)
         task = self.pools[operation].task(
-            writes,
-            file.fd,
-            address,
-            file.data_bytes,
-            header_bytes(len(file.checksums)),
-            self._block_bytes,
-            file.checksums,
-            padding if writes else 0,
-            *((None, 0.0) if self.locks is None else (self.locks.native, self.locks.timeout_seconds)),
-        )
+            writes, file.fd, address, file.data_bytes, header_bytes(len(file.checksums)), self._block_bytes,
+            file.checksums, padding if writes else 0, lock, timeout, self.stop,
+        )  # fmt: skip
         self.counters.prepared.append(PreparedMove(operation, task, file.data_bytes))
         return task
 

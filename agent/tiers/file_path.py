@@ -200,6 +200,10 @@ class StoragePath:
         except OSError as error:  # a path that fails, or a directory that was removed
             log.warning("path %s: %s cannot be removed: %s", self.name, file.name, error.strerror)
 
+    def take_no_more(self) -> None:
+        """Lets writes fail that were prepared and have not begun."""
+        self._mover.stop.set()
+
     def forget(self, subgroup: int) -> None:
         """Resets the subgroup's state to zeros. State that was written before is no longer used."""
         self.states[subgroup].step = -1
@@ -225,7 +229,7 @@ class StoragePath:
         """The same as a task, which a lane runs without the interpreter; None if `read` must be called."""
         file = self.states[subgroup]
         task = self._mover.prepare("read", file, address) if file.step >= 0 else None
-        return PreparedTransfer(task, self._mover.count_finished) if task is not None else None
+        return PreparedTransfer(task) if task is not None else None
 
     def write(
         self,
@@ -269,7 +273,6 @@ class StoragePath:
 
     def _written(self, file: StateFile, step: int) -> None:
         """Makes `file` the file of its subgroup. step: number of the update whose state it holds."""
-        self._mover.count_finished()
         file.step, subgroup = step, file.kind.subgroup
         before = self.states[subgroup]
         if file is not before:

@@ -10,8 +10,8 @@ from tidegate.kernels.dispatch import TransferTask
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransfer:
-    """task: the native work. completed: records that it has succeeded. When the task has failed, `fetch` or `flush` of
-    the store go on from there: they take the task as their first attempt."""
+    """task: the native work. completed: records that it has succeeded; None for nothing to record. When the task has
+    failed, `fetch` or `flush` of the store go on from there: they take the task as their first attempt."""
 
     task: TransferTask
-    completed: Callable[[], None]
+    completed: Callable[[], None] | None = None

@@ -109,6 +109,8 @@ class TierStore:
             if path in self.retired:
                 return
             self.retired[path] = str(why)
+            if isinstance(found := self.paths[path], StoragePath):
+                found.take_no_more()
         logged = event("path_retired", path=path, reason=str(why))
         log.error("path %s is retired, it takes no more state: %s", path, why, extra=logged)
 
@@ -170,8 +172,11 @@ class TierStore:
         if prepared is None:
             return None
 
+        written = prepared.completed
+        assert written is not None, "a write has something to record"
+
         def completed() -> None:
-            prepared.completed()
+            written()
             self._flushed_to[subgroup] = path
 
         return PreparedTransfer(prepared.task, completed)

@@ -23,6 +23,7 @@ ALIGNMENT = _native.DIRECT_ALIGNMENT
 IoTicket = _native.IoTicket
 PathLock = _native.PathLock
 TransferTask = _native.TransferTask
+WriteStop = _native.WriteStop
 
 
 def num_blocks(nbytes: int, block_bytes: int) -> int:
@@ -90,6 +91,7 @@ class IoPool:
         padding: int,
         lock: PathLock | None,
         timeout_seconds: float,
+        stop: WriteStop,
     ) -> TransferTask:
         """The same as `read` (or `write`, with `writes`) as a task, which a lane of a plan runs without the
         interpreter. The caller keeps pool, file and checksums until the task has ended.
@@ -97,10 +99,11 @@ class IoPool:
         padding: number of bytes at the end of the memory that are set to zero before the write.
         lock: lock that is held for the transfer; None for none.
         timeout_seconds: longest wait for the lock, after which the transfer runs without it.
+        stop: when it is set, a write fails before it begins.
         """
         checked = _checked(checksums, num_blocks(nbytes, max(block_bytes, 1)), "checksums")
         return self._native.task(
-            writes, fd, address, nbytes, offset, block_bytes, _address(checked), padding, lock, timeout_seconds
+            writes, fd, address, nbytes, offset, block_bytes, _address(checked), padding, lock, timeout_seconds, stop
         )
 
     def close(self) -> None:

@@ -53,14 +53,15 @@ class BoundPool {
   // The caller keeps pool, file and checksums until the task has ended.
   std::shared_ptr<TransferTask> task(bool writes, int fd, uintptr_t address, int64_t nbytes, int64_t offset,
                                      int64_t block_bytes, uintptr_t checksums, int64_t padding,
-                                     std::shared_ptr<PathLock> lock, double timeout_seconds) {
+                                     std::shared_ptr<PathLock> lock, double timeout_seconds,
+                                     std::shared_ptr<WriteStop> stop) {
     const IoRequest request{writes ? IoKind::Write : IoKind::Read, fd, reinterpret_cast<char*>(address),
                             size_of(nbytes, "nbytes"), off_t(offset), size_of(block_bytes, "block_bytes"),
                             reinterpret_cast<uint32_t*>(checksums)};
     if (padding < 0 || padding > nbytes)
       throw std::invalid_argument("padding is " + std::to_string(padding) + ", must be in 0.." + std::to_string(nbytes));
     return std::make_shared<TransferTask>(pool_, request, size_t(padding), std::move(lock),
-                                          timeout_seconds);
+                                          timeout_seconds, std::move(stop));
   }
 
   void close() {
@@ -134,6 +135,9 @@ void bind_locks(nb::module_& m) {
 
 void bind_io(nb::module_& m) {
   bind_locks(m);
+  nb::class_<WriteStop>(m, "WriteStop", "Says that a path takes no more state: writes that begin later fail at once.")
+      .def(nb::new_([] { return std::make_shared<WriteStop>(); }))
+      .def("set", &WriteStop::set);
   nb::class_<IoTicket>(m, "IoTicket",
                        "A transfer that was asked for. Fields may be read while it runs, and are final once `done`. Dropping\n"
                        "the ticket does not stop the transfer. In a forked child everything raises RuntimeError.")
@@ -163,7 +167,7 @@ void bind_io(nb::module_& m) {
       .def("write", &BoundPool::submit<IoKind::Write>, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg().none())
       .def("task", &BoundPool::task, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg().none(), nb::arg())
+           nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
       .def("close", &BoundPool::close);
   nb::class_<TransferTask, Task>(m, "TransferTask", "A transfer as the work of an op.")
       .def_prop_ro("succeeded", &TransferTask::succeeded, "Whether it has ended, and every block was moved.")

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
 
 #include "clock.h"
 
@@ -44,11 +45,16 @@ TaskResult TransferTask::run(const std::function<void()>& queued) {
   try {
     if (lock_) entered_ = lock_->enter(timeout_seconds_);
     since_ = monotonic_seconds();
+    if (request_.kind == IoKind::Write && stop_->is_set()) throw std::runtime_error("the path takes no more state");
     if (request_.kind == IoKind::Write) std::memset(request_.memory + request_.nbytes - padding_, 0, padding_);
     ticket_ = pool_.submit(request_);
     queued();
     ok = ticket_->wait(std::numeric_limits<double>::infinity()) && ticket_->ok();
   } catch (const std::exception&) {  // the same call from Python raises it, too
+    if (ticket_) {
+      ticket_->cancel();
+      ticket_->wait(std::numeric_limits<double>::infinity());
+    }
   }
   since_ = std::numeric_limits<double>::quiet_NaN();
   if (entered_ && entered_->acquired) lock_->leave();

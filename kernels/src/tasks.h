@@ -78,14 +78,29 @@ class UpdateTask : public Task {
   const std::shared_ptr<const GradientFactor> factor_;
 };
 
+// Says that a path takes no more state. Writes that begin later fail at once.
+class WriteStop : public std::enable_shared_from_this<WriteStop> {
+ public:
+  void set() { set_ = true; }
+  bool is_set() const { return set_; }
+
+ private:
+  std::atomic<bool> set_{false};
+};
+
 // One transfer between memory and a file of a storage path, under the path's lock.
 class TransferTask : public Task {
  public:
   // `padding`: bytes at the end of the memory that a write sets to zero first. `lock`: null for none. `timeout_seconds`:
-  // longest wait for it, after which the transfer runs without it.
+  // longest wait for it, after which the transfer runs without it. `stop`: of a write, when not to begin.
   TransferTask(IoPool& pool, const IoRequest& request, size_t padding, std::shared_ptr<PathLock> lock,
-               double timeout_seconds)
-      : pool_(pool), request_(request), padding_(padding), lock_(std::move(lock)), timeout_seconds_(timeout_seconds) {}
+               double timeout_seconds, std::shared_ptr<const WriteStop> stop)
+      : pool_(pool),
+        request_(request),
+        padding_(padding),
+        lock_(std::move(lock)),
+        timeout_seconds_(timeout_seconds),
+        stop_(std::move(stop)) {}
   TaskResult run(const std::function<void()>& queued) override;
 
   bool succeeded() const { return succeeded_; }
@@ -102,6 +117,7 @@ class TransferTask : public Task {
   const size_t padding_;
   const std::shared_ptr<PathLock> lock_;
   const double timeout_seconds_;
+  const std::shared_ptr<const WriteStop> stop_;
   std::optional<Entered> entered_;
   std::optional<IoTicket> ticket_;
   std::atomic<bool> succeeded_{false};

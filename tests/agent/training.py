@@ -213,7 +213,8 @@ class Training:
                 ticket = prepared.task.ticket
                 assert ticket is not None
                 self.outside.copies.append((lane, pages[subgroup], ticket.start, ticket.end))
-                prepared.completed()
+                if prepared.completed is not None:
+                    prepared.completed()
 
             return PreparedTransfer(prepared.task, completed)
 
