@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from tidegate.agent.tiers.disk_space import reserve
-from tidegate.agent.tiers.file_path import write_header
+from tidegate.agent.tiers.file_moves import write_header
 from tidegate.agent.tiers.state_file import Header, header_bytes, num_blocks, padded_bytes
 from tidegate.agent.tiers.state_reads import check_ticket
 from tidegate.agent.tiers.transfers import run_transfer

@@ -22,7 +22,7 @@ from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, PreparedMove, Transfer, run_transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
-from tidegate.kernels import IoPool, IoTicket, crc32c
+from tidegate.kernels import IoPool, IoTicket, aligned_buffer, crc32c
 from tidegate.kernels.dispatch import TransferTask
 from tidegate.kernels.io.direct_io import WriteStop
 
@@ -224,6 +224,15 @@ class FileMover:
         """Ends the threads. Idempotent."""
         for pool in self.pools.values():
             pool.close()
+
+
+def write_header(fd: int, header: Header) -> None:
+    """Writes the header at the beginning of an open file, from page-aligned memory as direct I/O requires."""
+    page = aligned_buffer(header.header_bytes)
+    page[:] = np.frombuffer(header.pack(), np.uint8)
+    written = os.pwrite(fd, page.data, 0)
+    if written != header.header_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _synchronised(fd: int) -> float | None:

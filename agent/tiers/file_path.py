@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
-from tidegate.agent.tiers.file_moves import FileMover, StateFile
+from tidegate.agent.tiers.file_moves import FileMover, StateFile, write_header
 from tidegate.agent.tiers.object_settings import LEAST, check_whole_settings
 from tidegate.agent.tiers.path_locks import device_key, locks_of_path
 from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
@@ -390,12 +390,3 @@ class StoragePath:
             log.warning(
                 "path %s: files in %s cannot be removed: %s", self.name, self._scratch.directory, error.strerror
             )
-
-
-def write_header(fd: int, header: Header) -> None:
-    """Writes the header at the beginning of an open file, from page-aligned memory as direct I/O requires."""
-    page = aligned_buffer(header.header_bytes)
-    page[:] = np.frombuffer(header.pack(), np.uint8)
-    written = os.pwrite(fd, page.data, 0)
-    if written != header.header_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
