@@ -15,7 +15,6 @@ import tidegate
 from tidegate.agent.control.tuning import update_seconds
 from tidegate.agent.devices.base import DoneEvent
 from tidegate.agent.engine.plan_execution import IssuedOp
-from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan.ops import Op
 from tidegate.timeline.step_result import StepPhases, StepResult
 
@@ -55,18 +54,20 @@ class Training:
         """Slows the CPU update down to this rate, so that other load on the machine changes its time less. The lanes of
         an emulated device are slowed down in the same way.
 
-        For this, the bench replaces the engine's function for CPU updates by a wrapper that waits.
+        For this, the bench replaces the engine's function for CPU updates by a wrapper that waits, and lets no update
+        on the CPU run without it, as a task.
         """
-        runner = self.optimizer.engine._runner
+        runner, preparer = self.optimizer.engine._runner, self.optimizer.engine._preparer
         update = runner._cpu_update
 
-        def paced(op: Op, layout: Layout) -> IssuedOp:
+        def paced(op: Op) -> IssuedOp:
             began = time.monotonic()
-            issued = update(op, layout)
+            issued = update(op)
             time.sleep(max(0.0, began + op.numel / params_per_second - time.monotonic()))
             return replace(issued, event=DoneEvent(began, time.monotonic()))
 
         runner._cpu_update = paced  # type: ignore[method-assign]
+        preparer._update = lambda _: None  # type: ignore[method-assign]
 
     def _note(self, result: StepResult, phases: StepPhases) -> None:
         seconds = update_seconds(result, phases)
