@@ -10,7 +10,7 @@ framework's work by an event that `now` returns; the framework waits for a lane'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,8 +118,9 @@ class Device(Protocol):
 
     def copy(self, lane: str, copies: Sequence[Copy]) -> Event: ...
 
-    def copy_task(self, lane: str, copies: Sequence[Copy]) -> Task | None:
-        """The same copy as a task that needs no interpreter; None if `copy` must be called."""
+    def copy_task(self, lane: str, copies: Callable[[], Sequence[Copy]]) -> Task | None:
+        """The same copies as a task that needs no interpreter; None if `copy` must be called. `copies`: function that
+        makes the copies; it is only called for a task."""
 
     def update(self, runs: Sequence[UpdateRun]) -> Event: ...
 

@@ -271,7 +271,7 @@ class CudaDevice:
         self._runtime.copy(copies, lane == H2D, stream)
         return StreamWork(self._runtime, self._clock, anchor, start, self._runtime.record(stream, timed=True))
 
-    def copy_task(self, lane: str, copies: Sequence[Copy]) -> None:
+    def copy_task(self, lane: str, copies: Callable[[], Sequence[Copy]]) -> None:
         """None: `copy` enqueues the copies on a stream."""
 
     def update(self, runs: Sequence[UpdateRun]) -> Event:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,13 +177,14 @@ class EmulatedDevice:
             copy(one.dst, one.src, one.nbytes)
         return self._pace(start, sum(one.nbytes for one in copies) / self._copy_rate(lane))
 
-    def copy_task(self, lane: str, copies: Sequence[Copy]) -> Task | None:
+    def copy_task(self, lane: str, copies: Callable[[], Sequence[Copy]]) -> Task | None:
+        made = copies()
         try:
-            for one in copies:
+            for one in made:
                 self._check_copy(lane, one)
         except DeviceAccessError:
             return None  # `copy` raises it, in the lane
-        return copy_task([(one.dst, one.src, one.nbytes) for one in copies], self._copy_rate(lane))
+        return copy_task([(one.dst, one.src, one.nbytes) for one in made], self._copy_rate(lane))
 
     def _copy_rate(self, lane: str) -> float:
         return self.rates.d2h_bytes_per_second if lane == D2H else self.rates.h2d_bytes_per_second

@@ -32,7 +32,7 @@ from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
 from tidegate.agent.engine.plan_execution import IssuedOp, PlanExecution, PreparedOp, program_of
 from tidegate.errors import EngineError, LaneStuckError
-from tidegate.kernels.dispatch import How, Lanes, Outcome, Program, Until
+from tidegate.kernels.dispatch import Duty, Lanes, Outcome, Program, Until
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.timeline.timeline import Span
@@ -281,17 +281,17 @@ class Executor:
                 "slow, raise watchdog_seconds."
             )
 
-    def _run(self, place: int, run: int, waits: Sequence[int], how: int) -> None:
+    def _run(self, place: int, run: int, waits: Sequence[int], duty: int) -> None:
         """Runs one op in the lane's thread. run: the number of this execution of the op. waits: the executions for
-        whose events the lane must wait. how: a `How`."""
+        whose events the lane must wait. duty: a `Duty`."""
         execution = self._current()
         op, done = execution.plan.ops[place], False
         try:
             for number in waits:
                 self._runner.wait(op.lane, execution.runs[number].event)
-            if how == How.WAIT and self._lanes.perform(place, run):
+            if duty == Duty.PERFORM and self._lanes.perform(place, run):
                 return
-            again = execution.prepared[place].again if how != How.RUN else None
+            again = execution.prepared[place].again if duty != Duty.RUN else None
             issued = execution.runs[run] = (again or partial(self._runner.run, op))(lambda: self._lanes.queued(run))
             done = isinstance(issued.event, DoneEvent)
             outcome = Outcome.ISSUED

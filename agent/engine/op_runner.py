@@ -157,7 +157,7 @@ class MemoryRunner:
         start, address = time.monotonic(), self._memory.on_host(op.host_state)
         try:
             move = store.fetch if op.kind is OpKind.FETCH else store.flush
-            moved = move(op.path, op.subgroup, address, begun, *(() if failed is None else (failed.task,)))
+            moved = move(op.path, op.subgroup, address, begun, None if failed is None else failed.task)
         except NoPathLeft:
             if not self._memory.keep_on_host(op.subgroup, op.host_state):
                 raise

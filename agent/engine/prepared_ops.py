@@ -57,11 +57,8 @@ class OpPreparer:
                 return self._update(op)
             case OpKind.FETCH | OpKind.FLUSH:
                 return self._transfer(op)
-        if self._device.kind == "cuda":  # copies are enqueued on streams
-            return None
-        copies = self._runner.copies(op)
-        task = self._device.copy_task(op.lane, copies)
-        return None if task is None else PreparedOp(task, sum(copy.nbytes for copy in copies))
+        task = self._device.copy_task(op.lane, partial(self._runner.copies, op))
+        return None if task is None else PreparedOp(task, op.nbytes)
 
     def _update(self, op: Op) -> PreparedOp | None:
         if self._rule.task is None:

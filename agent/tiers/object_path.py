@@ -29,6 +29,7 @@ from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
 from tidegate.errors import PathFailed, PathFull
 from tidegate.kernels import aligned_buffer, fill
+from tidegate.kernels.dispatch import TransferTask
 from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
 from tidegate.plan.tier_split import PathSpeeds
 
@@ -129,12 +130,24 @@ class ObjectPath:
         """Resets the subgroup's state to zeros. State that was written before is no longer used."""
         self.states[subgroup].step = -1
 
-    def read(self, subgroup: int, address: int, begun: Callable[[], None] = no_op) -> Transfer:
+    def prepare_read(self, subgroup: int, address: int) -> None:
+        """None: objects are moved by threads of Python, so that `read` must be called."""
+
+    def prepare_write(self, subgroup: int, address: int, step: int) -> None:
+        """None: objects are moved by threads of Python, so that `write` must be called."""
+
+    def take_no_more(self) -> None:
+        """Does nothing: no write is prepared."""
+
+    def read(
+        self, subgroup: int, address: int, begun: Callable[[], None] = no_op, failed: TransferTask | None = None
+    ) -> Transfer:
         """Reads the subgroup's state into memory at `address` and verifies it. PathFailed, BlockDamaged or
         DataTruncated when it cannot be read.
 
         begun: callback. It is called when all blocks of this transfer are queued. Transfers that other threads request
             afterwards are queued behind this one.
+        failed: always None, because no read is prepared.
         """
         state = self.states[subgroup]
         if state.step < 0 or state.stored is None:
@@ -145,9 +158,17 @@ class ObjectPath:
             "read", state, state.step, self._mover.read_jobs(state.stored, address, state.data_bytes), begun
         )
 
-    def write(self, subgroup: int, address: int, step: int, begun: Callable[[], None] = no_op) -> Transfer:
+    def write(
+        self,
+        subgroup: int,
+        address: int,
+        step: int,
+        begun: Callable[[], None] = no_op,
+        failed: TransferTask | None = None,
+    ) -> Transfer:
         """Writes the state at `address`, the state after update number `step`. PathFailed when that fails; the state
-        written before is then still stored. `begun`: called when all blocks of this transfer are queued."""
+        written before is then still stored. `begun`: called when all blocks of this transfer are queued. `failed`:
+        always None, because no write is prepared."""
         state = self.states[subgroup]
         fill(address + state.kind.data_bytes, 0, state.data_bytes - state.kind.data_bytes)
         stored = self._new(f"{subgroup:06d}-step{step}", state.data_bytes)

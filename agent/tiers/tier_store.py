@@ -109,8 +109,7 @@ class TierStore:
             if path in self.retired:
                 return
             self.retired[path] = str(why)
-            if isinstance(found := self.paths[path], StoragePath):
-                found.take_no_more()
+            self.paths[path].take_no_more()
         logged = event("path_retired", path=path, reason=str(why))
         log.error("path %s is retired, it takes no more state: %s", path, why, extra=logged)
 
@@ -160,23 +159,18 @@ class TierStore:
 
     def prepare_fetch(self, path: str, subgroup: int, address: int) -> PreparedTransfer | None:
         """`fetch` as a task, which a lane runs without the interpreter; None if `fetch` must be called."""
-        found = self.paths[path]
-        return found.prepare_read(subgroup, address) if isinstance(found, StoragePath) else None
+        return self.paths[path].prepare_read(subgroup, address)
 
     def prepare_flush(self, path: str, subgroup: int, address: int) -> PreparedTransfer | None:
         """`flush` as a task, which a lane runs without the interpreter; None if `flush` must be called."""
-        found = self.paths[path]
-        if path in self.retired or not isinstance(found, StoragePath):
+        if path in self.retired:
             return None
-        prepared = found.prepare_write(subgroup, address, self.step)
+        prepared = self.paths[path].prepare_write(subgroup, address, self.step)
         if prepared is None:
             return None
 
-        written = prepared.completed
-        assert written is not None, "a write has something to record"
-
         def completed() -> None:
-            written()
+            prepared.completed()
             self._flushed_to[subgroup] = path
 
         return PreparedTransfer(prepared.task, completed)
@@ -193,7 +187,7 @@ class TierStore:
         copy. `begun`: called when all blocks are queued, and again at each retry. `failed`: the task of the first
         attempt, if a lane has run it (`prepare_fetch`)."""
         try:
-            return self.paths[path].read(subgroup, address, begun, *_if_given(failed))
+            return self.paths[path].read(subgroup, address, begun, failed)
         except (PathFailed, BlockDamaged, DataTruncated) as error:
             if isinstance(error, PathFailed):
                 self.retire(path, error)
@@ -217,7 +211,7 @@ class TierStore:
         start, why = time.monotonic(), self.retired.get(path, "")
         if not why:
             try:
-                moved = self.paths[path].write(subgroup, address, self.step, begun, *_if_given(failed))
+                moved = self.paths[path].write(subgroup, address, self.step, begun, failed)
             except (PathFailed, PathFull) as error:
                 self.retire(path, error)
                 why = str(error)
@@ -297,11 +291,6 @@ class TierStore:
         are not removed: `tidegate doctor` finds them when the process has ended. Idempotent; does nothing in a forked
         child."""
         self._closed()
-
-
-def _if_given(failed: TransferTask | None) -> tuple[()] | tuple[TransferTask]:
-    """The argument for a path. Only paths that prepare transfers take it."""
-    return () if failed is None else (failed,)
 
 
 def _path(name: str, settings: PathSettings | ObjectSettings, run_id: uuid.UUID, rank: int) -> StoragePath | ObjectPath:

@@ -34,14 +34,14 @@ class Gate(IntEnum):
     STEP = 2
 
 
-class How(IntEnum):
+class Duty(IntEnum):
     """What a lane's thread must do with an op that it has taken."""
 
     RUN = 0
     """Run it: it has no task."""
-    WAIT = 1
+    PERFORM = 1
     """Wait for the executions on which it depends; `Lanes.perform` then runs its task."""
-    AGAIN = 2
+    RETRY = 2
     """Run it: its task has failed."""
 
 

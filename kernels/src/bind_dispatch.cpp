@@ -68,7 +68,7 @@ Outcome outcome_of(int outcome) { return Outcome(checked(outcome, 3, "outcome"))
 
 std::optional<TakenTuple> tuple_of(std::optional<Taken> taken) {
   if (!taken) return std::nullopt;
-  return TakenTuple{taken->op, taken->run, std::move(taken->waits), int(taken->how)};
+  return TakenTuple{taken->op, taken->run, std::move(taken->waits), int(taken->duty)};
 }
 
 std::optional<TakenTuple> py_take(Lanes& lanes, int lane) {

@@ -43,7 +43,7 @@ std::optional<Taken> Lanes::Shared::begin(int lane) {
   note({"begin", lane, now, {begun->op}, begun->run});
   std::vector<int64_t>& waits = begun->waits;
   waits.erase(std::remove_if(waits.begin(), waits.end(), [&](int64_t run) { return done.count(run) != 0; }), waits.end());
-  return Taken{std::move(*begun), tasks.count(begun->op) ? Taken::How::Wait : Taken::How::Run};
+  return Taken{std::move(*begun), tasks.count(begun->op) ? Taken::Duty::Perform : Taken::Duty::Run};
 }
 
 std::optional<Taken> Lanes::try_take(int lane) {
@@ -65,12 +65,12 @@ std::optional<Taken> Lanes::take(int lane) {
       std::unique_lock<std::mutex> lock(shared_->mutex);
       Shared& its = *shared_;
       its.wake.at(size_t(lane)).wait(lock, [&] { return its.closed || (taken = its.begin(lane)); });
-      if (!taken || taken->how == Taken::How::Run || !taken->waits.empty()) return taken;
+      if (!taken || taken->duty == Taken::Duty::Run || !taken->waits.empty()) return taken;
       task = its.tasks.at(taken->op);
       ++its.tasks_running;
     }
     if (!perform(task, taken->run)) {
-      taken->how = Taken::How::Again;
+      taken->duty = Taken::Duty::Retry;
       return taken;
     }
   }

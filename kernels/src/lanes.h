@@ -29,14 +29,14 @@ enum class Until : uint8_t {
   LanesWait,  // these lanes run nothing, and may begin nothing now
 };
 
-// An op that a lane's thread has taken, for its caller to run.
+// An op that a lane's thread has taken, and what the caller of `take` must do with it.
 struct Taken : Beginning {
-  enum class How : uint8_t {
-    Run,  // no task
-    Wait,  // `perform` runs its task, after the caller has waited for the executions in `waits`
-    Again,  // its task has failed
+  enum class Duty : uint8_t {
+    Run,  // run it: it has no task
+    Perform,  // wait for the executions in `waits`, then `perform` it
+    Retry,  // run it: its task has failed
   };
-  How how = How::Run;
+  Duty duty = Duty::Run;
 };
 
 using Tasks = std::vector<std::pair<int, std::shared_ptr<Task>>>;  // by op
@@ -75,7 +75,7 @@ class Lanes {
   std::optional<Taken> take(int lane);
   // The same if it may begin now and its caller must run it; nothing otherwise.
   std::optional<Taken> try_take(int lane);
-  // Runs the task of an op that was taken with `How::Wait`. False if it fails; then the op has not ended.
+  // Runs the task of an op that was taken with `Duty::Perform`. False if it fails; then the op has not ended.
   bool perform(int op, int64_t run);
   void queued(int64_t run);
   // `done`: nobody has to wait for the end of this execution.

@@ -15,6 +15,7 @@
 #include <thread>
 #include <utility>
 
+#include "clock.h"
 #include "lock_file.h"
 #include "signals_blocked.h"
 
@@ -27,10 +28,6 @@ constexpr double kShortestPauseSeconds = 50e-6;  // of the process that polls fo
 constexpr double kLongestPauseSeconds = 500e-6;
 constexpr double kSliceSeconds = 0.05;  // of a wait whose caller wants to be called in between
 constexpr double kLongestWaitSeconds = 1e6;  // at a time: much more would overflow the clock
-
-double monotonic_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Releases the turnstile at its end.
 struct AtTurnstile {
@@ -107,8 +104,9 @@ struct PathLock::Shared {
     ++waiting;
     try {
       // The timeout does not include the time while other threads of this process are inside.
-      wait_until(lock, [&] { return came() || inside == 0; }, std::numeric_limits<double>::infinity(), between);
-      wait_until(lock, came, monotonic_seconds() + timeout_seconds, between);
+      const auto ended = [&] { return came() || failure; };
+      wait_until(lock, [&] { return ended() || inside == 0; }, std::numeric_limits<double>::infinity(), between);
+      wait_until(lock, ended, monotonic_seconds() + timeout_seconds, between);
     } catch (...) {
       lock.lock();  // `between` threw, which is called without it
       came() ? leave() : void(--waiting);
@@ -162,6 +160,7 @@ struct PathLock::Shared {
       const Lock lock(mutex);
       failure.emplace(error);
       queued = first = false;
+      changed.notify_all();
     }
   }
 

@@ -213,8 +213,7 @@ class Training:
                 ticket = prepared.task.ticket
                 assert ticket is not None
                 self.outside.copies.append((lane, pages[subgroup], ticket.start, ticket.end))
-                if prepared.completed is not None:
-                    prepared.completed()
+                prepared.completed()
 
             return PreparedTransfer(prepared.task, completed)
 

@@ -85,7 +85,7 @@ int main(int, char** arguments) {
     for (int turn = 0; turn < (ahead[size_t(lane)] ? 2 : 1); ++turn)
       threads.emplace_back([&, lane] {
         while (const auto begun = lanes.take(lane)) {
-          if (begun->how == Taken::How::Wait && lanes.perform(begun->op, begun->run)) continue;
+          if (begun->duty == Taken::Duty::Perform && lanes.perform(begun->op, begun->run)) continue;
           if (begun->run % 2) lanes.queued(begun->run);
           work(board, begun->op);
           ++ran;
