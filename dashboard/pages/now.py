@@ -104,7 +104,9 @@ def _nothing(unknown: list[str]) -> None:
     if unknown:
         st.html(markup.advice("Nothing to do is known.", " ".join(unknown), "stale"))
         return
-    sentence = "No run is silent, nothing fires, and no change of knobs is predicted to help."
+    sentence = (
+        "No run is silent, nothing fires, and no run loses much of its steps to waits or updates that knobs shorten."
+    )
     st.html(markup.advice("Nothing to do.", sentence, "live"))
 
 
