@@ -59,9 +59,8 @@ Rounds = dict[str, list[dict[str, Any]]]
 
 
 def our_offload(model: Model, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Offload settings with which slots and cache take as much memory as DeepSpeed's buffers. A subgroup is half a
-    layer."""
-    subgroup, slot = model.width**2 // 2, SLOT_BYTES[model.dtype]
+    """Offload settings with which slots and cache take as much memory as DeepSpeed's buffers."""
+    subgroup, slot = model.width**2 // options.subgroups, SLOT_BYTES[model.dtype]
     left = buffer_bytes(model) - options.host_slots * subgroup * slot
     return {
         "paths": {"disk": {"directory": str(directory), "threads": IO_THREADS, "block_bytes": options.block_kib << 10}},
@@ -149,7 +148,7 @@ def start_sides(
 def yardsticks(folder: Path, options: argparse.Namespace) -> dict[str, Callable[[], float]]:
     """Functions that measure a throughput in bytes per second, by name: of `io_layer`, and of `fio` if it is there."""
     mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
-    state_bytes = options.width**2 // 2 * STATE_BYTES["float32"]
+    state_bytes = options.width**2 // options.subgroups * STATE_BYTES["float32"]
     found: dict[str, Callable[[], float]] = {"io_layer": partial(io_layer.rate, folder / "io_layer", mix, state_bytes)}
     if fio.available() is None:
         found["fio"] = partial(fio.rate, folder / "fio", mix)
@@ -278,6 +277,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         **measured,
         "budget": {**budget(options, measured), **enforced},
         "parameters": options.layers * options.width**2,
+        "subgroups_per_layer": options.subgroups,
+        "host_slots": options.host_slots,
         "block_bytes": options.block_kib << 10,
         "blocks_in_flight": 2 * IO_THREADS,
         "pages": "huge, where the system has them: ours, DeepSpeed's and fio's",
@@ -296,12 +297,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=25)
     parser.add_argument("--width", type=int, default=2048, help="a layer has width² parameters")
     parser.add_argument("--block-kib", type=int, default=1024)
-    parser.add_argument("--host-slots", type=int, default=3)
+    parser.add_argument("--subgroups", type=int, default=2, help="of each layer: 2 for halves of it, 8 for eighths")
+    parser.add_argument("--host-slots", type=int, help="subgroups / 2 + 2 if not given")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180.0, help="begin no round after this long, but do three")
     parser.add_argument("--json", action="store_true", help="print nothing but the result")
     options = parser.parse_args()
+    options.host_slots = options.host_slots or options.subgroups // 2 + 2
     check_nvme()
     if not options.json:
         numel = options.layers * options.width**2

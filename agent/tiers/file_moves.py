@@ -63,10 +63,10 @@ class FileMover:
     def __init__(
         self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters
     ) -> None:
-        """`threads`: size of the pool of reading threads, and of the pool of writing threads. `locks`: lock for
-        exclusive access between processes; None for no exclusive access."""
+        """`threads`: blocks read at once, and blocks written at once, while both directions have work; a direction that
+        is alone has all threads. `locks`: lock for exclusive access between processes; None for no exclusive access."""
         self.locks = locks
-        self.pools = {"read": IoPool(threads), "write": IoPool(threads)}
+        self.pool = IoPool(2 * threads)
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
         self._moving: set[object] = set()
         self._counting = threading.Lock()
@@ -102,7 +102,7 @@ class FileMover:
             return None
         writes, padding = operation == "write", file.data_bytes - file.kind.data_bytes
         lock, timeout = (self.locks.native, self.locks.timeout_seconds) if self.locks is not None else (None, 0.0)
-        task = self.pools[operation].task(
+        task = self.pool.task(
             writes, file.fd, address, file.data_bytes, header_bytes(len(file.checksums)), self._block_bytes,
             file.checksums, padding if writes else 0, lock, timeout, self.stop,
         )  # fmt: skip
@@ -173,7 +173,7 @@ class FileMover:
         """Runs one transfer and returns when it has ended. The returned ticket has its times and says whether it
         succeeded. If an exception is raised, the transfer has ended too: the kernel no longer uses the memory."""
         where = header_bytes(len(file.checksums))
-        begin = self.pools["read"].read if operation == "read" else self.pools["write"].write
+        begin = self.pool.read if operation == "read" else self.pool.write
         move = object()
         try:
             self._moving.add(move)
@@ -209,7 +209,7 @@ class FileMover:
         """Measures the seconds to transfer all of `memory` in each direction of `ways`, all directions at once. The
         content of the file does not matter. PathUnusable when a transfer fails."""
         tickets: list[IoTicket] = [
-            getattr(self.pools[way], way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
+            getattr(self.pool, way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
         ]
         for ticket in tickets:
             ticket.wait()
@@ -222,8 +222,7 @@ class FileMover:
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
-        for pool in self.pools.values():
-            pool.close()
+        self.pool.close()
 
 
 def write_header(fd: int, header: Header) -> None:

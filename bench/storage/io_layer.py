@@ -19,7 +19,7 @@ QUEUED = 3
 
 def rate(file: Path, mix: Mix, transfer_bytes: int) -> float:
     """Bytes per second of reads and writes together, in as many transfers of each. Creates the file if it is missing.
-    Half of the blocks in flight are read and half are written, as by a storage path with that many threads.
+    Half of the blocks in flight are read and half are written, as by a storage path with half as many `threads`.
 
     transfer_bytes: size of one transfer, which the engine makes for one subgroup.
     """
@@ -38,19 +38,19 @@ def rate(file: Path, mix: Mix, transfer_bytes: int) -> float:
     )
     found = np.empty((QUEUED, num_blocks(transfer_bytes, mix.block_bytes)), np.uint32)
     places = max(2 * QUEUED, mix.file_bytes // transfer_bytes) // 2
-    with IoPool(mix.depth // 2) as reads, IoPool(mix.depth // 2) as writes:
+    with IoPool(mix.depth) as pool:
 
         def read(number: int) -> IoTicket:
             address, offset = memory[0, number % QUEUED].ctypes.data, number % places * transfer_bytes
-            return reads.read(fd, address, transfer_bytes, offset, mix.block_bytes, checksums)
+            return pool.read(fd, address, transfer_bytes, offset, mix.block_bytes, checksums)
 
         def write(number: int) -> IoTicket:
             address, offset = memory[1, number % QUEUED].ctypes.data, (places + number % places) * transfer_bytes
-            return writes.write(fd, address, transfer_bytes, offset, mix.block_bytes, found[number % QUEUED])
+            return pool.write(fd, address, transfer_bytes, offset, mix.block_bytes, found[number % QUEUED])
 
         if created:
             for number in range(places):
-                done(writes.write(fd, memory.ctypes.data, transfer_bytes, number * transfer_bytes, mix.block_bytes))
+                done(pool.write(fd, memory.ctypes.data, transfer_bytes, number * transfer_bytes, mix.block_bytes))
                 done(write(number))
         tickets, in_flight = list[IoTicket](), deque[IoTicket]()
         stop = time.monotonic() + mix.seconds

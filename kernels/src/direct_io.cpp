@@ -1,4 +1,5 @@
-// The queue of one storage path: transfers in order, their blocks taken one by one by whichever thread is free.
+// The queues of one storage path, one a direction: transfers in order, their blocks taken one by one by whichever thread
+// is free.
 #include "direct_io.h"
 
 #include <pthread.h>
@@ -71,7 +72,12 @@ struct IoQueue {
   const pid_t owner = getpid();
   std::mutex mutex;  // guards what follows; held for moments only
   std::condition_variable wake;
-  std::deque<std::shared_ptr<IoTransfer>> waiting;  // those with blocks that nobody has begun
+  struct Direction {
+    std::deque<std::shared_ptr<IoTransfer>> waiting;  // those with blocks that nobody has begun
+    size_t running = 0;  // blocks
+  };
+  Direction reads, writes;
+  bool read_last = false;  // the direction of the last block that was begun
   bool closed = false;
   std::mutex joining;  // held until the threads are gone; guards what follows
   std::vector<std::thread> workers;
@@ -84,12 +90,25 @@ struct IoQueue {
                                ", whose threads a forked child does not have: make another one");
   }
 
+  Direction& of(const IoTransfer& transfer) { return transfer.request.kind == IoKind::Read ? reads : writes; }
+
+  // The next transfer to work on: of the direction with fewer blocks in flight where both have work, and by turns where
+  // they have equally many. So neither waits for the other, and no thread is idle while one of them has work. Null if
+  // neither has.
+  std::shared_ptr<IoTransfer> next() const {
+    if (reads.waiting.empty() && writes.waiting.empty()) return nullptr;
+    if (writes.waiting.empty()) return reads.waiting.front();
+    if (reads.waiting.empty()) return writes.waiting.front();
+    const bool read = reads.running == writes.running ? !read_last : reads.running < writes.running;
+    return (read ? reads : writes).waiting.front();
+  }
+
   void work() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-      wake.wait(lock, [&] { return closed || !waiting.empty(); });
-      if (waiting.empty()) return;
-      const std::shared_ptr<IoTransfer> transfer = waiting.front();
+      std::shared_ptr<IoTransfer> transfer;
+      wake.wait(lock, [&] { return (transfer = next()) || closed; });
+      if (!transfer) return;
       const size_t block = begin_block(*transfer);
       lock.unlock();
       const BlockOutcome outcome = move_block(transfer->request, transfer->direct, block);
@@ -102,14 +121,17 @@ struct IoQueue {
   size_t begin_block(IoTransfer& transfer) {
     const size_t block = transfer.next++;
     ++transfer.running;
+    ++of(transfer).running;
+    read_last = transfer.request.kind == IoKind::Read;
     if (block == 0) transfer.state.start = monotonic_seconds();
-    if (transfer.next == transfer.num_blocks) waiting.pop_front();
+    if (transfer.next == transfer.num_blocks) of(transfer).waiting.pop_front();
     return block;
   }
 
   void end_block(IoTransfer& transfer, size_t block, const BlockOutcome& outcome, double end) {
     IoState& state = transfer.state;
     --transfer.running;
+    --of(transfer).running;
     transfer.last_end = std::max(transfer.last_end, end);
     state.nbytes += outcome.nbytes;
     if (outcome.failed()) {
@@ -128,6 +150,7 @@ struct IoQueue {
   bool drop_rest(IoTransfer& transfer) {
     if (transfer.next == transfer.num_blocks) return false;
     transfer.next = transfer.num_blocks;
+    auto& waiting = of(transfer).waiting;
     waiting.erase(std::find_if(waiting.begin(), waiting.end(), [&](const auto& one) { return one.get() == &transfer; }));
     return true;
   }
@@ -219,7 +242,7 @@ IoTicket IoPool::submit(const IoRequest& request) {
   {
     const std::lock_guard<std::mutex> lock(queue_->mutex);
     if (queue_->closed) throw std::runtime_error("this IoPool is closed: make another one");
-    if (transfer->num_blocks != 0) queue_->waiting.push_back(transfer);
+    if (transfer->num_blocks != 0) queue_->of(*transfer).waiting.push_back(transfer);
     queue_->finish_if_all_ended(*transfer);
   }
   if (transfer->num_blocks == 1)

@@ -66,7 +66,9 @@ class IoPool {
   IoPool(const IoPool&) = delete;
   IoPool& operator=(const IoPool&) = delete;
 
-  // Queues a transfer. Threads take blocks in order, and those of the next transfer when no block of this one is left.
+  // Queues a transfer. Threads take its blocks in order, and those of the next transfer of its direction when no block of
+  // this one is left. Where reads and writes wait, a free thread takes a block of that direction of which fewer are in
+  // flight.
   // A block that fails drops those of its transfer that nobody has begun. Throws after close and in a forked child.
   IoTicket submit(const IoRequest& request);
 

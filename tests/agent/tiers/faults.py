@@ -21,6 +21,7 @@ import torch
 import tidegate
 from tests.agent.engine.test_exactness import FAST
 from tests.agent.engine.test_tiered_exactness import Pair
+from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.kernels import IoPool
@@ -64,21 +65,21 @@ class Delayed:
 
 
 class FaultyPool:
-    """The pool of one direction of a path; `fault` says for each transfer what the system answers: an errno, 0 for
-    nothing unusual, or a delay in seconds as a float. What fails was moved nevertheless: nobody may rely on an old
-    state being there still."""
+    """The pool of a path; `faults` says by operation (`read`, `write`) what the system answers to a transfer: an errno,
+    0 for nothing unusual, or a delay in seconds as a float. What fails was moved nevertheless: nobody may rely on an
+    old state being there still."""
 
-    def __init__(self, real: IoPool, fault: Callable[[], float]) -> None:
-        self._real, self._fault = real, fault
+    def __init__(self, real: IoPool) -> None:
+        self.real, self.faults = real, dict[str, Callable[[], float]]()
 
     def read(self, *args: Any) -> Any:
-        return self._moved(self._real.read(*args))
+        return self._moved("read", self.real.read(*args))
 
     def write(self, *args: Any) -> Any:
-        return self._moved(self._real.write(*args))
+        return self._moved("write", self.real.write(*args))
 
-    def _moved(self, ticket: Any) -> Any:
-        code = self._fault()
+    def _moved(self, operation: str, ticket: Any) -> Any:
+        code = self.faults[operation]() if operation in self.faults else 0
         if isinstance(code, float):
             return Delayed(ticket, code)
         if not code:
@@ -87,7 +88,7 @@ class FaultyPool:
         return Refused(code)
 
     def close(self) -> None:
-        self._real.close()
+        self.real.close()
 
 
 def store_of(optimizer: tidegate.AdamW) -> TierStore:
@@ -96,15 +97,25 @@ def store_of(optimizer: tidegate.AdamW) -> TierStore:
 
 
 def break_path(optimizer: tidegate.AdamW, name: str, operation: str, fault: Callable[[], float]) -> None:
-    mover = store_of(optimizer).paths[name]._mover
-    mover.pools[operation] = FaultyPool(mover.pools[operation], fault)  # type: ignore[assignment]
-    mover.prepare = lambda *_: None  # type: ignore[method-assign]  # native tasks have no faults of Python's
+    break_mover(store_of(optimizer).paths[name]._mover, operation, fault)
+
+
+def break_mover(mover: FileMover, operation: str, fault: Callable[[], float]) -> None:
+    if not isinstance(mover.pool, FaultyPool):
+        mover.pool = FaultyPool(mover.pool)  # type: ignore[assignment]
+        mover.prepare = lambda *_: None  # type: ignore[method-assign]  # native tasks have no faults of Python's
+    mover.pool.faults[operation] = fault
 
 
 def heal_path(optimizer: tidegate.AdamW, name: str, operation: str) -> None:
-    mover = store_of(optimizer).paths[name]._mover
-    mover.pools[operation] = mover.pools[operation]._real  # type: ignore[attr-defined]
-    if not any(isinstance(pool, FaultyPool) for pool in mover.pools.values()):
+    heal_mover(store_of(optimizer).paths[name]._mover, operation)
+
+
+def heal_mover(mover: FileMover, operation: str) -> None:
+    assert isinstance(mover.pool, FaultyPool)
+    del mover.pool.faults[operation]
+    if not mover.pool.faults:
+        mover.pool = mover.pool.real
         del mover.prepare
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import pytest
 
-from tests.agent.tiers.faults import FaultyPool, always, flip_bit, once
+from tests.agent.tiers.faults import always, break_mover, flip_bit, heal_mover, once
 from tests.agent.tiers.object_server import Asked, gate, s3_server, settings_of, use_credentials
 from tidegate.agent.tiers.file_path import PathSettings
 
@@ -76,11 +76,10 @@ class Directory:
         os.unlink(path.states[subgroup].name)
 
     def refuse(self, path: Any, operation: str, answer: int, times: int | None = None) -> None:
-        pools = path._mover.pools
-        pools[operation] = FaultyPool(pools[operation], always(answer) if times is None else once(answer, times))
+        break_mover(path._mover, operation, always(answer) if times is None else once(answer, times))
 
     def heal(self, path: Any, operation: str) -> None:
-        path._mover.pools[operation] = path._mover.pools[operation]._real
+        heal_mover(path._mover, operation)
 
 
 class ObjectStore:

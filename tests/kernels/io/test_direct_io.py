@@ -395,6 +395,37 @@ def test_a_free_thread_takes_blocks_of_the_next_transfer(file: int, slow: Callab
         assert first.wait()
 
 
+def test_a_direction_that_is_alone_has_all_threads(slow: Callable[[IoPool], IoTicket]) -> None:
+    with IoPool(2) as pool:
+        first, second = slow(pool), slow(pool)
+        assert first.wait(30)
+        assert second.wait(30)
+    assert second.start < first.end
+
+
+def test_a_write_does_not_wait_for_reads_in_line(file: int, slow: Callable[[IoPool], IoTicket]) -> None:
+    memory = random_buffer(ALIGNMENT)
+    with IoPool(2) as pool:
+        reads = [slow(pool) for _ in range(4)]
+        write = pool.write(file, memory.ctypes.data, ALIGNMENT, 0, ALIGNMENT)
+        assert all(ticket.wait(30) for ticket in (write, *reads))
+    assert write.start <= reads[2].start
+
+
+def test_one_thread_takes_blocks_of_both_directions_by_turns(file: int, slow: Callable[[IoPool], IoTicket]) -> None:
+    memory, read_into = random_buffer(64 * ALIGNMENT), aligned_buffer(64 * ALIGNMENT)
+    os.ftruncate(file, 128 * ALIGNMENT)
+    with IoPool(1) as pool:
+        first = slow(pool)
+        read = pool.read(file, read_into.ctypes.data, len(memory), 0, ALIGNMENT)
+        write = pool.write(file, memory.ctypes.data, len(memory), len(memory), ALIGNMENT)
+        assert all(ticket.wait(30) for ticket in (first, read, write))
+    assert read.ok
+    assert write.ok
+    assert write.start < read.end
+    assert read.start < write.end
+
+
 def test_waiting_in_slices(slow: Callable[[IoPool], IoTicket]) -> None:
     slices = 0
     with IoPool(1) as pool:
