@@ -207,7 +207,8 @@ class Engine:
             # All other writes of an update come after NORM, which this lane and the host wait for.
             self._order_after_framework(DEVICE)
             self._executor.step(repeat=self.routing.stale_copies())
-            self._executor.prepare(self._preparer.in_step(flight.plan))
+            for batch in self._preparer.in_step(flight.plan):
+                self._executor.prepare(batch)
             goes_on = self._executor.wait_for_norm()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
@@ -30,7 +30,7 @@ from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
-from tidegate.agent.engine.plan_execution import IssuedOp, PlanExecution, PreparedOp, program_of
+from tidegate.agent.engine.plan_execution import IssuedOp, IssuedRun, PlanExecution, PreparedOp, program_of
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.kernels.dispatch import Duty, Lanes, Outcome, Program, Until
 from tidegate.plan.ops import LANES, Op, OpKind
@@ -39,6 +39,10 @@ from tidegate.timeline.timeline import Span
 
 POLL_SECONDS: Final = 0.1
 """Interval at which a thread that waits for ops handles signals (Ctrl-C) and checks whether a lane is stuck."""
+
+COLLECT_SECONDS: Final = 0.02
+"""Interval at which the thread that waits for the end of a plan collects the spans of the ops that have ended: the
+lanes do not need the interpreter meanwhile, and little is left to do at the end."""
 
 
 class StepSkipped(Exception):
@@ -127,7 +131,7 @@ class Executor:
         assert self._execution is None, "one plan at a time"
         if self._program is None or self._program[0] is not plan:
             self._program = plan, program_of(plan, self._names)
-        self._execution = PlanExecution(plan)
+        self._execution = PlanExecution(plan, self._ahead)
         self._in_use.append(self._runner)
         self._lanes.start(self._program[1], self._execution.prepare(prepared or {}))
 
@@ -168,8 +172,8 @@ class Executor:
         wanted = execution.places_of(ops)
         self._wait(Until.ISSUED, wanted)
         self._raise_failure(execution)
-        last_runs, spans = dict(self._lanes.issued), self._lanes.results
-        return [execution.event_of(place, last_runs[place], spans) for place in wanted if place in last_runs]
+        last_runs = {one[0]: one for one in self._lanes.issued_from()}
+        return [execution.event_of(last_runs[place]) for place in wanted if place in last_runs]
 
     def wait_until_ready_ops_issued(self, lanes: Collection[str]) -> None:
         """Waits until these lanes have issued all ops whose dependencies and gates allow it now."""
@@ -185,17 +189,19 @@ class Executor:
         `watchdog_seconds`; the executor is then `stuck`, and can only be closed.
         """
         execution = self._current()
-        self._wait(Until.DONE)
-        issued, task_spans, skipped = self._lanes.issued, self._lanes.results, self._lanes.is_skipped
+        while not self._lanes.wait(Until.DONE, [], COLLECT_SECONDS):
+            self._check_watchdog(execution)
+            self._collect(execution)
+        skipped = self._lanes.is_skipped
         try:
-            execution.complete(issued, task_spans)
+            self._collect(execution)
             self._raise_failure(execution)
         except BaseException:
-            _wait_after_failure(execution, issued)
+            _wait_after_failure(execution, self._lanes.issued_from())
             raise
         finally:
             self._forget()
-        return tuple(self._spans(execution, issued, task_spans)), skipped
+        return execution.all_spans(), skipped
 
     def cancel(self) -> tuple[Span, ...]:
         """Drops the ops that have not begun, waits for the ops in progress, and returns the spans of all ops that ran.
@@ -205,10 +211,12 @@ class Executor:
             return ()
         self._lanes.drop()
         self._wait(Until.IDLE)
-        issued, task_spans = self._lanes.issued, self._lanes.results
-        execution.complete(issued, task_spans)
+        self._collect(execution)
         self._forget()
-        return tuple(self._spans(execution, issued, task_spans))
+        return execution.all_spans()
+
+    def _collect(self, execution: PlanExecution) -> None:
+        execution.collect(self._lanes.issued_from(len(execution.spans)))
 
     def close(self) -> None:
         """Ends the lane threads, except for a thread that is stuck. Idempotent."""
@@ -302,30 +310,6 @@ class Executor:
             outcome = Outcome.FAILED
         self._lanes.ended(run, outcome, done)
 
-    def _spans(
-        self,
-        execution: PlanExecution,
-        issued: Sequence[tuple[int, int]],
-        task_spans: Mapping[int, tuple[float, float]],
-    ) -> Iterator[Span]:
-        """The spans of the ops that ran, in the order in which they ended. Waits for the end of each op.
-
-        issued: places and runs of ops. task_spans: start and end of each task that has run, by run.
-        """
-        lane_ends: dict[str, float] = {}
-        for place, run in issued:
-            op, done = execution.plan.ops[place], execution.runs.get(run) or execution.prepared[place]
-            event = execution.event_of(place, run, task_spans)
-            event.wait()
-            start, end = event.span()
-            if op.lane in self._ahead:
-                start = max(start, lane_ends.get(op.lane, start))
-                end = lane_ends[op.lane] = max(start, end)
-            yield Span(
-                op=op.id, kind=op.kind, lane=op.lane, subgroup=op.subgroup, start=start, end=end,
-                nbytes=done.nbytes, numel=done.numel, content=op.content, slot=op.slot,
-            )  # fmt: skip
-
 
 def _serve(executor_ref: weakref.ref[Executor], lanes: Lanes, lane: int) -> None:
     """Main function of a lane thread. It keeps the executor alive only while an op runs, so that an executor which is
@@ -355,10 +339,10 @@ def _keep_for_ever(runners: Iterable[OpRunner]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(runner))
 
 
-def _wait_after_failure(execution: PlanExecution, issued: Sequence[tuple[int, int]]) -> None:
+def _wait_after_failure(execution: PlanExecution, issued: Sequence[IssuedRun]) -> None:
     """Waits, after an op has failed, for all work that was enqueued: this work still uses memory that will be freed.
     Errors of this work are ignored."""
-    for _, run in issued:
+    for _, run, _, _ in issued:
         with suppress(Exception):
             if run in execution.runs:  # tasks have ended
                 execution.runs[run].event.wait()

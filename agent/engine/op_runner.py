@@ -17,7 +17,7 @@ from tidegate.agent.engine.state_block import state_addresses
 from tidegate.agent.gradients.gradient_record import GradientRecord
 from tidegate.agent.gradients.gradients import Gradients, GradientsRead, grad_ref_of
 from tidegate.agent.parameters.shards import GradientNorm
-from tidegate.agent.parameters.subgroups import Layout, Segment, flat
+from tidegate.agent.parameters.subgroups import Layout, Segment, address_of
 from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import ThreadPool
@@ -204,14 +204,14 @@ class MemoryRunner:
         for segment, arrived in zip(layout.segments, taken, strict=True):
             if arrived is not None:
                 self._device.wait(op.lane, arrived.ready)
-                grad = flat(arrived.dense).data_ptr() + segment.offset * size
+                grad = address_of(arrived.dense) + segment.offset * size
                 copies.append(Copy(base + segment.start * size, grad, segment.numel * size))
         issued = self._copy(op.lane, copies)
         self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
 
     def _weight_address(self, segment: Segment, size: int) -> int:
-        return flat(self._weights[segment.param]).data_ptr() + segment.offset * size
+        return address_of(self._weights[segment.param]) + segment.offset * size
 
     # ---- compute
 
@@ -288,7 +288,7 @@ class MemoryRunner:
                 grad = self._memory.slot_gradient(op.slot) + segment.start * fmt.grad_bytes
             else:
                 assert arrived is not None, "gradients stay until their last reader is done"
-                grad = flat(arrived.dense).data_ptr() + segment.offset * fmt.grad_bytes
+                grad = address_of(arrived.dense) + segment.offset * fmt.grad_bytes
             weight = self._weight_address(segment, fmt.weight_bytes)
             for offset, numel, values in self._pieces(layout, segment, self._step_outcome().grad_scale):
                 piece = weight + offset * fmt.weight_bytes, grad + offset * fmt.grad_bytes, segment.start + offset

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.kernels.dispatch import Gate, Program, ProgramOp, Task, TaskList
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
+from tidegate.timeline.timeline import Span
 
+IssuedRun = tuple[int, int, float, float]
+"""Place of an op and number of the run; start and end of its task, NaN without one."""
 GATES = {"none": Gate.NONE, "gradient": Gate.GRADIENT, "step": Gate.STEP}
 
 
@@ -43,14 +47,21 @@ class PreparedOp:
 @dataclass
 class PlanExecution:
     """One execution of a plan. The dispatcher numbers ops by their place in `plan.ops`, and the executions of ops
-    (runs): a gradient copy that is repeated has two."""
+    (runs): a gradient copy that is repeated has two. ahead: the lanes that run ahead."""
 
     plan: Plan
+    ahead: Collection[str] = ()
     runs: dict[int, IssuedOp] = field(default_factory=dict)
     """By number of the run. A lane's thread adds its result before it tells the dispatcher that the op has ended."""
     errors: dict[int, BaseException] = field(default_factory=dict)
     prepared: dict[int, PreparedOp] = field(default_factory=dict)
     """By place of the op."""
+    spans: list[Span | None] = field(default_factory=list)
+    """Spans of the runs that were collected, in the order in which they ended; None until the end of the run is
+    known."""
+    _lane_ends: dict[str, float] = field(default_factory=dict)
+    _open: list[tuple[int, int, int]] = field(default_factory=list)
+    """Runs that were collected before they were done on the device: index in `spans`, place of the op, and run."""
 
     def places_of(self, ids: Collection[int]) -> list[int]:
         """The places of the ops with these ids."""
@@ -63,16 +74,44 @@ class PlanExecution:
         self.prepared |= added
         return TaskList([(place, prepared.task) for place, prepared in added.items()])
 
-    def event_of(self, place: int, run: int, spans: Mapping[int, tuple[float, float]]) -> Event:
-        """The event of an op that was issued. spans: the spans of the tasks that have run, by run."""
-        return DoneEvent(*spans[run]) if run in spans else self.runs[run].event
+    def event_of(self, issued: IssuedRun) -> Event:
+        """The event of an op that was issued."""
+        _, run, start, end = issued
+        return self.runs[run].event if isnan(start) else DoneEvent(start, end)
 
-    def complete(self, issued: Sequence[tuple[int, int]], spans: Mapping[int, tuple[float, float]]) -> None:
-        """Records the success of the tasks that have run; to be called once, at the end. issued: places and runs of
-        ops. spans: as for `event_of`."""
-        for place, run in issued:
-            if run in spans and (completed := self.prepared[place].completed) is not None:
+    def collect(self, issued: Sequence[IssuedRun]) -> None:
+        """Adds the spans of runs that were issued after those that are collected already, and records the success of
+        tasks. It may be called while other ops run; it waits for nothing."""
+        for one in issued:
+            place, run, start, _ = one
+            if not isnan(start) and (completed := self.prepared[place].completed) is not None:
                 completed()
+            event = self.event_of(one)
+            if isinstance(event, DoneEvent):
+                self.spans.append(self._span(place, run, event))
+            else:
+                self._open.append((len(self.spans), place, run))
+                self.spans.append(None)
+
+    def all_spans(self) -> tuple[Span, ...]:
+        """The spans of all runs that were collected. Waits for the end of each."""
+        for index, place, run in self._open:
+            event = self.runs[run].event
+            event.wait()
+            self.spans[index] = self._span(place, run, event)
+        self._open.clear()
+        return tuple(span for span in self.spans if span is not None)
+
+    def _span(self, place: int, run: int, event: Event) -> Span:
+        op, done = self.plan.ops[place], self.runs.get(run) or self.prepared[place]
+        start, end = event.span()
+        if op.lane in self.ahead:
+            start = max(start, self._lane_ends.get(op.lane, start))
+            end = self._lane_ends[op.lane] = max(start, end)
+        return Span(
+            op=op.id, kind=op.kind, lane=op.lane, subgroup=op.subgroup, start=start, end=end,
+            nbytes=done.nbytes, numel=done.numel, content=op.content, slot=op.slot,
+        )  # fmt: skip
 
 
 def program_of(plan: Plan, lanes: Sequence[str]) -> Program:

@@ -8,8 +8,9 @@ prepared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from tidegate.agent.devices.base import Device
@@ -24,6 +25,8 @@ from tidegate.plan.plan import Plan
 
 BEFORE_STEP: Final = (OpKind.FETCH, OpKind.STATE_H2D, OpKind.WEIGHT_D2H)
 IN_STEP: Final = (OpKind.GRAD_H2D, OpKind.CPU_UPDATE, OpKind.WEIGHT_H2D, OpKind.STATE_D2H, OpKind.FLUSH)
+BATCH: Final = 48
+"""Number of ops that are prepared before lanes get them."""
 
 
 class OpPreparer:
@@ -40,15 +43,17 @@ class OpPreparer:
 
     def before_step(self, plan: Plan) -> dict[int, PreparedOp]:
         """The ops that may run before `step()`, by id."""
-        return self._prepared(plan, BEFORE_STEP)
+        return self._prepared(plan.of_kind(*BEFORE_STEP))
 
-    def in_step(self, plan: Plan) -> dict[int, PreparedOp]:
-        """The ops that run after `step()`, by id; to be called when the outcome of the step is known to the op
-        runner."""
-        return self._prepared(plan, IN_STEP)
+    def in_step(self, plan: Plan) -> Iterator[dict[int, PreparedOp]]:
+        """The ops that run after `step()`, by id, in batches in the order of the plan: lanes can run the first ones
+        while others are prepared. To be called when the outcome of the step is known to the op runner."""
+        ops = plan.of_kind(*IN_STEP)
+        while batch := tuple(islice(ops, BATCH)):
+            yield self._prepared(batch)
 
-    def _prepared(self, plan: Plan, kinds: Collection[OpKind]) -> dict[int, PreparedOp]:
-        found = ((op.id, self._prepare(op)) for op in plan.of_kind(*kinds))
+    def _prepared(self, ops: Iterable[Op]) -> dict[int, PreparedOp]:
+        found = ((op.id, self._prepare(op)) for op in ops)
         return {op: prepared for op, prepared in found if prepared is not None}
 
     def _prepare(self, op: Op) -> PreparedOp | None:

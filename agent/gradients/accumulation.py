@@ -18,7 +18,7 @@ import torch
 from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.cleanup import close_all
 from tidegate.agent.devices.base import Copy, Device, Event
-from tidegate.agent.parameters.subgroups import GRAD_DTYPES, flat, grad_dtype_of
+from tidegate.agent.parameters.subgroups import GRAD_DTYPES, address_of, grad_dtype_of
 from tidegate.errors import MemoryBudgetError
 from tidegate.kernels import ThreadPool, accumulate
 from tidegate.plan.ops import D2H, H2D
@@ -100,7 +100,7 @@ class HostSums:
         self._device.wait(H2D, self._device.now())
         nbytes = total.numel() * total.element_size()
         if nbytes:
-            event = self._device.copy(H2D, [Copy(flat(total).data_ptr(), self._sums[param].data_ptr(), nbytes)])
+            event = self._device.copy(H2D, [Copy(address_of(total), self._sums[param].data_ptr(), nbytes)])
             self._device.block(event)
             self._returning[param] = event
         return total
@@ -174,7 +174,7 @@ class HostSums:
     def _copy(self, to: torch.Tensor, dense: torch.Tensor, start: int, numel: int) -> None:
         size = dense.element_size()
         if numel:
-            source = flat(dense).data_ptr() + start * size
+            source = address_of(dense) + start * size
             self._device.copy(D2H, [Copy(to.data_ptr(), source, numel * size)]).wait()
 
 

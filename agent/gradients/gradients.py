@@ -33,7 +33,7 @@ from tidegate.agent.gradients.gradient_record import (
 from tidegate.agent.gradients.released_gradient import ReleasedGradient, is_released
 from tidegate.agent.parameters.fingerprint import sample_view
 from tidegate.agent.parameters.shards import check_divided_alike, shard_of, wrap_like
-from tidegate.agent.parameters.subgroups import GRAD_DTYPES, Layout, flat, grad_dtype_of, is_dense
+from tidegate.agent.parameters.subgroups import GRAD_DTYPES, Layout, address_of, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
 Mode = Literal["keep", "release"]
@@ -391,5 +391,5 @@ def _remove_hooks(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
 
 def grad_ref_of(arrived: GradientRecord) -> GradRef:
     """Address, size and dtype of a recorded gradient."""
-    dense = flat(arrived.dense)
-    return GradRef(dense.data_ptr(), dense.numel(), GRAD_DTYPES[dense.dtype])
+    dense = arrived.dense
+    return GradRef(address_of(dense), dense.numel(), GRAD_DTYPES[dense.dtype])

@@ -124,6 +124,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Address of the first element of `tensor`, which must be dense, in the order of its storage."""
+    return tensor.data_ptr()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether each element in the tensor's range of storage belongs to exactly one index: no gaps, no overlaps."""
     expected = 1

@@ -144,11 +144,6 @@ void bind_dispatch(nb::module_& m) {
       .def("queued", &Lanes::queued)
       .def("ended", [](Lanes& its, int64_t run, int outcome, bool done) { its.ended(run, outcome_of(outcome), done); },
            "run"_a, "outcome"_a, "done"_a = false)
-      .def_prop_ro("results", [](const Lanes& its) {
-             nb::dict found;
-             for (const auto& [run, result] : its.results()) found[nb::int_(run)] = nb::make_tuple(result.start, result.end);
-             return found;
-           })
       .def("open_gradients", &Lanes::open_gradients)
       .def("step", &Lanes::step)
       .def("drop", &Lanes::drop)
@@ -176,9 +171,11 @@ void bind_dispatch(nb::module_& m) {
       .def_prop_ro("failed_run", [](const Lanes& its) {
              return ask(its, [](const Dispatcher& d) { return d.failed_run(); }, std::optional<int64_t>());
            })
-      .def_prop_ro("issued", [](const Lanes& its) {
-             return ask(its, [](const Dispatcher& d) { return d.issued(); }, Issued());
-           })
+      .def("issued_from", [](const Lanes& its, size_t first) {
+             std::vector<std::tuple<int, int64_t, double, double>> found;
+             for (const IssuedRun& one : its.issued_from(first)) found.emplace_back(one.op, one.run, one.start, one.end);
+             return found;
+           }, "first"_a = 0)
       .def("record", &Lanes::record)
       .def("recorded", [](const Lanes& its) {
              std::vector<std::tuple<std::string, int64_t, double, std::vector<int>, int64_t>> found;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <utility>
 
 #include "clock.h"
@@ -202,10 +203,20 @@ void Lanes::Shared::notify() {
     if (waiter->met()) waiter->wake.notify_one();
 }
 
-std::unordered_map<int64_t, TaskResult> Lanes::results() const {
+std::vector<IssuedRun> Lanes::issued_from(size_t first) const {
   if (!is_owner()) return {};
   const std::lock_guard<std::mutex> lock(shared_->mutex);
-  return shared_->results;
+  if (!shared_->dispatcher) return {};
+  constexpr double none = std::numeric_limits<double>::quiet_NaN();
+  const auto& issued = shared_->dispatcher->issued();
+  std::vector<IssuedRun> found;
+  for (size_t i = first; i < issued.size(); ++i) {
+    const auto [op, run] = issued[i];
+    const auto result = shared_->results.find(run);
+    const bool has_task = result != shared_->results.end();
+    found.push_back({op, run, has_task ? result->second.start : none, has_task ? result->second.end : none});
+  }
+  return found;
 }
 
 void Lanes::record(bool events) {

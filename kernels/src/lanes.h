@@ -39,6 +39,14 @@ struct Taken : Beginning {
   Duty duty = Duty::Run;
 };
 
+// An op and its execution. start, end: of its task; NaN if it had none.
+struct IssuedRun {
+  int op;
+  int64_t run;
+  double start;
+  double end;
+};
+
 using Tasks = std::vector<std::pair<int, std::shared_ptr<Task>>>;  // by op
 
 // One event of an execution, as it is recorded: `what` is the name of a method of the dispatcher.
@@ -98,8 +106,8 @@ class Lanes {
     return shared_->dispatcher ? question(*shared_->dispatcher) : otherwise;
   }
 
-  // What the tasks did that have run, by execution.
-  std::unordered_map<int64_t, TaskResult> results() const;
+  // The executions that were issued, in the order of their ends, from this number of them on.
+  std::vector<IssuedRun> issued_from(size_t first) const;
 
   void record(bool events);
   std::vector<Event> recorded() const;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -91,7 +91,7 @@ class Plan:
             ops[op.lane].append(op)
         return {lane: tuple(of_lane) for lane, of_lane in ops.items()}
 
-    def of_kind(self, *kinds: OpKind) -> Iterable[Op]:
+    def of_kind(self, *kinds: OpKind) -> Iterator[Op]:
         return (op for op in self.ops if op.kind in kinds)
 
     def link_bytes(self, lane: str) -> int:

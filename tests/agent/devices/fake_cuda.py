@@ -457,5 +457,5 @@ def _place(frame: FrameType | None) -> str:
 
 def _dependency(local: dict[str, Any]) -> str:
     op, ops = local["op"], local["execution"].plan.ops
-    (before,) = (ops[place] for place, run in local["self"]._lanes.issued if run == local["number"])
+    (before,) = (ops[place] for place, run, *_ in local["self"]._lanes.issued_from() if run == local["number"])
     return f"{op.kind} after {before.kind if before.id in op.deps else 'a repeated copy'}"

@@ -142,13 +142,13 @@ def watched(fake: FakeCuda) -> Iterator[None]:
         fake.host_access(address, store._kinds[subgroup].data_bytes, False, "a flush")
         return flush(store, path, subgroup, address, *begun)
 
-    def flat_on_device(tensor: torch.Tensor) -> OnDevice:
-        return OnDevice(flat(tensor))
+    def address_on_device(tensor: torch.Tensor) -> int:
+        return OnDevice(flat(tensor)).data_ptr()
 
     fake.strict = True
     with pytest.MonkeyPatch.context() as patch:
         for module in (runner_module, gradients_module, accumulation_module):
-            patch.setattr(module, "flat", flat_on_device)
+            patch.setattr(module, "address_of", address_on_device)
         patch.setattr(optimizer_module, "choose_device", lambda *_: WatchedDevice(fake))
         patch.setattr(executor_module, "Lanes", WatchedLanes)
         patch.setattr(OpPreparer, "_prepared", lambda *_: {})

@@ -45,14 +45,12 @@ def ran_in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OpKind]]:
 
     def late(runner: MemoryRunner) -> IssuedOp:
         assert prepared.wait(30)
-        time.sleep(0.01)  # `in_step` returns, and the executor takes its ops
         prepared.clear()
         return norm(runner)
 
-    def known(preparer: OpPreparer, plan: Plan) -> dict[int, PreparedOp]:
-        ops = in_step(preparer, plan)
-        prepared.set()
-        return ops
+    def known(preparer: OpPreparer, plan: Plan) -> Iterator[dict[int, PreparedOp]]:
+        yield from in_step(preparer, plan)
+        prepared.set()  # the executor has taken the last ones
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryRunner, "run", noted)

@@ -115,7 +115,7 @@ def test_lanes_without_an_execution_wait_for_nothing() -> None:
     assert lanes.is_done
     lanes.open_gradients([0])
     lanes.ended(7, Outcome.ISSUED)
-    assert lanes.issued == []
+    assert lanes.issued_from() == []
     lanes.start(Program([(0, Gate.STEP, 0, False, False, [])]))
     assert not lanes.wait(Until.DONE, [], 0.01)
     lanes.close()
