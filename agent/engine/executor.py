@@ -191,7 +191,8 @@ class Executor:
         execution = self._current()
         while not self._lanes.wait(Until.DONE, [], COLLECT_SECONDS):
             self._check_watchdog(execution)
-            self._collect(execution)
+            with suppress(Exception):  # raised again by the last call, when no op runs
+                self._collect(execution)
         skipped = self._lanes.is_skipped
         try:
             self._collect(execution)

@@ -63,10 +63,10 @@ class FileMover:
     def __init__(
         self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters
     ) -> None:
-        """`threads`: blocks read at once, and blocks written at once, while both directions have work; a direction that
-        is alone has all threads. `locks`: lock for exclusive access between processes; None for no exclusive access."""
+        """`threads`: blocks read at once, and blocks written at once, while both directions have work. A direction that
+        is alone has all of these threads but one, so that one which hangs does not stop the other. `locks`: lock for exclusive access between processes; None for no exclusive access."""
         self.locks = locks
-        self.pool = IoPool(2 * threads)
+        self.pool = IoPool(2 * threads, kept_free=1)
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
         self._moving: set[object] = set()
         self._counting = threading.Lock()

@@ -45,8 +45,8 @@ class PathSettings:
     """Settings of one storage path in a directory.
 
     directory: an existing directory; state is stored in a folder of the run inside it (path; required).
-    threads: blocks read at once, and blocks written at once, while the path does both; twice as many while it does
-        only one of them; at least 1 (count; default 4).
+    threads: blocks read at once, and blocks written at once, while the path does both; twice as many less one while it
+        does only one of them; at least 1 (count; default 4).
     block_bytes: size of one transfer and of one checksummed block; a multiple of 4096 (bytes; default 1048576).
     lock_slots: processes of this node that may use the device at once (MLP-Offload, section 3.2); 0 for no exclusive
         access (count; default 1).

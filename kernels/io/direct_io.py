@@ -35,16 +35,17 @@ class IoPool:
     """A pool of native threads that read and write blocks of the files of one storage path.
 
     threads: number of blocks that are transferred at the same time, 1 or more.
+    kept_free: number of threads that a single direction leaves to the other, less than `threads`.
 
     Transfers are queued and divided into blocks, which the threads process in order. A transfer begins as soon as all
     blocks of the previous one in its direction have started, so that the queue of the storage device stays full. Where
     reads and writes wait, a free thread takes a block of the direction with fewer blocks in flight. So each direction
-    has half of the threads, and all of them while the other has nothing to do. Several Python threads may use one pool.
+    has half of the threads, and all but `kept_free` while the other has nothing to do. Several Python threads may use one pool.
     In a forked child `read` and `write` raise RuntimeError, and `close` does nothing.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._native = _native.IoPool(threads)
+    def __init__(self, threads: int, kept_free: int = 0) -> None:
+        self._native = _native.IoPool(threads, kept_free)
 
     def read(
         self,

@@ -35,7 +35,7 @@ size_t size_of(int64_t value, const char* name) {
 // A pool that keeps the arrays of checksums alive until their transfers are done, tickets or not.
 class BoundPool {
  public:
-  explicit BoundPool(int num_threads) : pool_(num_threads) {}
+  BoundPool(int num_threads, int kept_free) : pool_(num_threads, kept_free) {}
   ~BoundPool() { close(); }
 
   template <IoKind Kind>
@@ -160,7 +160,7 @@ void bind_io(nb::module_& m) {
       .def_prop_ro("end", &field_of<&IoState::end>,
                    "When the last block ended, in seconds of time.monotonic(); NaN until `done`.");
   nb::class_<BoundPool>(m, "IoPool")
-      .def(nb::init<int>(), "threads"_a)
+      .def(nb::init<int, int>(), "threads"_a, "kept_free"_a = 0)
       .def_prop_ro("num_threads", &BoundPool::num_threads)
       .def("read", &BoundPool::submit<IoKind::Read>, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg().none())

@@ -69,6 +69,9 @@ struct IoTransfer {
 };
 
 struct IoQueue {
+  explicit IoQueue(size_t most) : most_of_direction(most) {}
+
+  const size_t most_of_direction;  // blocks of one direction that may be in flight
   const pid_t owner = getpid();
   std::mutex mutex;  // guards what follows; held for moments only
   std::condition_variable wake;
@@ -92,13 +95,17 @@ struct IoQueue {
 
   Direction& of(const IoTransfer& transfer) { return transfer.request.kind == IoKind::Read ? reads : writes; }
 
+  bool may_begin(const Direction& direction) const {
+    return !direction.waiting.empty() && direction.running < most_of_direction;
+  }
+
   // The next transfer to work on: of the direction with fewer blocks in flight where both have work, and by turns where
-  // they have equally many. So neither waits for the other, and no thread is idle while one of them has work. Null if
-  // neither has.
+  // they have equally many. So neither waits for the other, and few threads are idle while one of them has work. Null if
+  // there is none.
   std::shared_ptr<IoTransfer> next() const {
-    if (reads.waiting.empty() && writes.waiting.empty()) return nullptr;
-    if (writes.waiting.empty()) return reads.waiting.front();
-    if (reads.waiting.empty()) return writes.waiting.front();
+    if (!may_begin(reads) && !may_begin(writes)) return nullptr;
+    if (!may_begin(writes)) return reads.waiting.front();
+    if (!may_begin(reads)) return writes.waiting.front();
     const bool read = reads.running == writes.running ? !read_last : reads.running < writes.running;
     return (read ? reads : writes).waiting.front();
   }
@@ -107,7 +114,7 @@ struct IoQueue {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       std::shared_ptr<IoTransfer> transfer;
-      wake.wait(lock, [&] { return (transfer = next()) || closed; });
+      wake.wait(lock, [&] { return (transfer = next()) || (closed && reads.waiting.empty() && writes.waiting.empty()); });
       if (!transfer) return;
       const size_t block = begin_block(*transfer);
       lock.unlock();
@@ -115,6 +122,7 @@ struct IoQueue {
       const double end = monotonic_seconds();
       lock.lock();
       end_block(*transfer, block, outcome, end);
+      if (next()) wake.notify_one();  // a thread that the limit of a direction has kept waiting
     }
   }
 
@@ -213,8 +221,12 @@ bool IoTicket::ok() const {
   return now.done && now.failed_block < 0 && !now.cancelled;
 }
 
-IoPool::IoPool(int num_threads) : num_threads_(num_threads), queue_(std::make_shared<IoQueue>()) {
+IoPool::IoPool(int num_threads, int kept_free)
+    : num_threads_(num_threads), queue_(std::make_shared<IoQueue>(size_t(std::max(num_threads - kept_free, 1)))) {
   if (num_threads < 1) throw std::invalid_argument("threads is " + std::to_string(num_threads) + ", must be 1 or more");
+  if (kept_free < 0 || kept_free >= num_threads)
+    throw std::invalid_argument("kept_free is " + std::to_string(kept_free) + ", must be in 0.." +
+                                std::to_string(num_threads - 1));
   const SignalsBlocked blocked;
   try {
     for (int i = 0; i < num_threads; ++i) {

@@ -61,7 +61,8 @@ class IoTicket {
 
 class IoPool {
  public:
-  explicit IoPool(int num_threads);
+  // `kept_free`: of the threads, how many a single direction leaves to the other.
+  explicit IoPool(int num_threads, int kept_free = 0);
   ~IoPool();
   IoPool(const IoPool&) = delete;
   IoPool& operator=(const IoPool&) = delete;

@@ -403,6 +403,19 @@ def test_a_direction_that_is_alone_has_all_threads(slow: Callable[[IoPool], IoTi
     assert second.start < first.end
 
 
+def test_a_direction_leaves_threads_to_the_other(file: int, slow: Callable[[IoPool], IoTicket]) -> None:
+    memory = random_buffer(ALIGNMENT)
+    with IoPool(3, kept_free=1) as pool:
+        reads = [slow(pool) for _ in range(4)]
+        write = pool.write(file, memory.ctypes.data, ALIGNMENT, 0, ALIGNMENT)
+        assert write.wait(30)
+        assert not any(read.done for read in reads), "it has waited for a read"
+        assert all(read.wait(30) for read in reads)
+    assert reads[1].start < reads[0].end <= reads[2].start + 1e-3
+    with pytest.raises(ValueError, match=r"kept_free is 2, must be in 0\.\.1"):
+        IoPool(2, kept_free=2)
+
+
 def test_a_write_does_not_wait_for_reads_in_line(file: int, slow: Callable[[IoPool], IoTicket]) -> None:
     memory = random_buffer(ALIGNMENT)
     with IoPool(2) as pool:

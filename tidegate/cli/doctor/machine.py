@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import platform
 import socket
 import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from rich.table import Table
@@ -24,6 +26,7 @@ from tidegate.errors import ConfigError, DaemonError, StorageError
 from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
+NUMA_NODES: Final = Path("/sys/devices/system/node")
 _SYMBOLS: Final[dict[Verdict, Text]] = {
     "good": Text("ok", "green"),
     "missing": Text("--", "yellow"),
@@ -51,6 +54,7 @@ def examine(daemon_url: str) -> list[Finding]:
     """Runs all checks of the machine. A check that fails with an unexpected error gives a finding, too."""
     checks: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
         ("python", _python),
+        ("cpus", _cpus),
         ("torch", _torch),
         ("kernels", _kernels),
         ("daemon", lambda: _daemon(daemon_url)),
@@ -108,6 +112,15 @@ def _python() -> list[Finding]:
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     good = sys.version_info >= (3, 11) and platform.system() == "Linux"
     return [Finding("python", "good" if good else "bad", detail if good else f"{detail}: 3.11 on Linux is needed")]
+
+
+def _cpus(nodes: Path = NUMA_NODES) -> list[Finding]:
+    mine, count = len(os.sched_getaffinity(0)), len(list(nodes.glob("node[0-9]*")))
+    detail = f"{mine} of {os.cpu_count()}"
+    if count > 1:
+        detail += f", on {count} NUMA nodes: let the launcher bind each rank to the cores near its GPU, for example "
+        detail += "with torchrun --numa-binding=exclusive"
+    return [Finding("cpus", "good", detail)]
 
 
 def _torch() -> list[Finding]:
