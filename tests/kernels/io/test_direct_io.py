@@ -411,7 +411,8 @@ def test_a_direction_leaves_threads_to_the_other(file: int, slow: Callable[[IoPo
         assert write.wait(30)
         assert not any(read.done for read in reads), "it has waited for a read"
         assert all(read.wait(30) for read in reads)
-    assert reads[1].start < reads[0].end <= reads[2].start + 1e-3
+    assert reads[1].start < reads[0].end
+    assert min(reads[0].end, reads[1].end) <= reads[2].start + 1e-3, "three reads at once"
     with pytest.raises(ValueError, match=r"kept_free is 2, must be in 0\.\.1"):
         IoPool(2, kept_free=2)
 
