@@ -447,7 +447,8 @@ def test_waiting_in_slices(slow: Callable[[IoPool], IoTicket]) -> None:
         assert ticket.wait(0) is False
         assert ticket.wait(-1) is False
         while not ticket.wait(0.005):
-            assert np.isnan(ticket.end)
+            end = ticket.end
+            assert np.isnan(end) or ticket.done, "it may have ended since"
             slices += 1
         assert ticket.wait(float("inf"))
         with pytest.raises(ValueError, match="timeout is NaN"):
