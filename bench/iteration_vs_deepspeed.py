@@ -55,11 +55,11 @@ def sides(folder: Path, model: Model, options: argparse.Namespace) -> dict[str, 
     """The trainings to compare (sides): for each, by name, those arguments of `DeepSpeed` that differ between sides."""
     for name in ("stock", "ours"):
         (folder / name).mkdir()
-    subgroup = model.width**2 // 2
-    cache = max(0, buffer_bytes(model) - 3 * subgroup * SLOT_BYTES) * STATE_BYTES[model.dtype] // SLOT_BYTES
+    subgroup, slots = model.width**2 // options.subgroups, options.subgroups // 2 + 2
+    cache = max(0, buffer_bytes(model) - slots * subgroup * SLOT_BYTES) * STATE_BYTES[model.dtype] // SLOT_BYTES
     block = {"stride": options.stride, "cpu_threads": options.threads, "subgroup_numel": subgroup, "emulated": UNPACED}
     path = {"directory": str(folder / "ours"), "threads": IO_THREADS, "block_bytes": BLOCK_BYTES}
-    tiered = {**block, "paths": {"disk": path}, "host_cache": cache, "gradients": "release"}
+    tiered = {**block, "paths": {"disk": path}, "host_slots": slots, "host_cache": cache, "gradients": "release"}
     memory = {"device": "cpu", "pin_memory": options.device == "cuda"}
     return {
         "stock_cpu": {"offload": memory},
@@ -126,6 +126,7 @@ def result(rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace)
         "load_at_end": round(os.getloadavg()[0], 1),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "emulated, unpaced",
         "stride": options.stride,
+        "subgroups_per_layer": options.subgroups,
         "cpu": cpu_name(),
         "cores": options.threads,
         "kernel": platform.release(),
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="12 with CUDA, else 24")
     parser.add_argument("--width", type=int, help="a layer has width² parameters; 8192 with CUDA, else 2048")
     parser.add_argument("--stride", type=_stride, help="ours; auto with CUDA, else off: all on the CPU")
+    parser.add_argument("--subgroups", type=int, default=2, help="ours, of each layer: 2 for halves of it")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=150.0, help="begin no round after this long")
