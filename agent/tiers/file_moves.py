@@ -64,7 +64,8 @@ class FileMover:
         self, path: str, threads: int, block_bytes: int, locks: TierLocks | None, counters: PathCounters
     ) -> None:
         """`threads`: blocks read at once, and blocks written at once, while both directions have work. A direction that
-        is alone has all of these threads but one, so that one which hangs does not stop the other. `locks`: lock for exclusive access between processes; None for no exclusive access."""
+        is alone has all of these threads but one, so that one which hangs does not stop the other. `locks`: lock for
+        exclusive access between processes; None for no exclusive access."""
         self.locks = locks
         self.pool = IoPool(2 * threads, kept_free=1)
         self.path, self.counters, self._block_bytes = path, counters, block_bytes
