@@ -40,8 +40,8 @@ class IoPool:
     Transfers are queued and divided into blocks, which the threads process in order. A transfer begins as soon as all
     blocks of the previous one in its direction have started, so that the queue of the storage device stays full. Where
     reads and writes wait, a free thread takes a block of the direction with fewer blocks in flight. So each direction
-    has half of the threads, and all but `kept_free` while the other has nothing to do. Several Python threads may use one pool.
-    In a forked child `read` and `write` raise RuntimeError, and `close` does nothing.
+    has half of the threads, and all but `kept_free` while the other has nothing to do. Several Python threads may use
+    one pool. In a forked child `read` and `write` raise RuntimeError, and `close` does nothing.
     """
 
     def __init__(self, threads: int, kept_free: int = 0) -> None:
