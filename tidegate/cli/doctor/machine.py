@@ -27,7 +27,9 @@ from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
 NUMA_NODES: Final = Path("/sys/devices/system/node")
-START_DAEMON: Final = "start the first one with `tidegate daemon`, and one that ran before with the port and the state directory that it had"
+START_DAEMON: Final = (
+    "start one with `tidegate daemon`, with the port and the state directory that it had before, if any"
+)
 _SYMBOLS: Final[dict[Verdict, Text]] = {
     "good": Text("ok", "green"),
     "missing": Text("--", "yellow"),
