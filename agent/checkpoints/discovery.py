@@ -22,7 +22,8 @@ from typing import Final
 from tidegate.agent.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from tidegate.agent.checkpoints.manifest import Manifest, file_unreadable_on_error, manifest_path, read_manifest
 from tidegate.agent.tiers.plain_files import is_directory, require_directory
-from tidegate.errors import DataTruncated, ManifestDamaged, NoCheckpoint, PathUnusable, StateFileError
+from tidegate.agent.tiers.scratch import directory_unusable
+from tidegate.errors import DataTruncated, ManifestDamaged, NoCheckpoint, StateFileError
 from tidegate.knobs.setting_checks import check_directory
 from tidegate.logs import event
 
@@ -154,9 +155,7 @@ def step_entries(directory: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise PathUnusable(
-            f"{directory} cannot be read: {error.strerror}. Give the directory that checkpoints were saved to."
-        ) from error
+        raise directory_unusable(directory, error) from error
 
 
 def step_directories(directory: Path) -> Iterator[Path]:

@@ -15,7 +15,9 @@ object and raises. The limits allow for clocks that differ by 15 minutes, the mo
 
 from __future__ import annotations
 
+import errno
 import logging
+import secrets
 import threading
 import time
 from contextlib import suppress
@@ -37,6 +39,7 @@ ALIVE_SECONDS: Final = 1200.0
 """Age of a lease in seconds up to which its rank counts as alive. The lease is renewed every 60 s. The limit allows for
 clocks that differ by 15 minutes, and for some minutes in which the store is unreachable."""
 DEAD_SECONDS: Final = 6 * 3600.0
+PROBE_BYTES: Final = 4096
 OWNER_BYTES: Final = 1 << 16
 """Maximum number of bytes that are read from a lease, the object `owner.json`."""
 
@@ -145,6 +148,20 @@ def remove_objects(leftover: ObjectLeftover) -> None:
         client.delete([f"{folder}/{OWNER_FILE}"])
     except RequestFailed as error:
         raise path_unusable(leftover.settings, error) from error
+
+
+def probe_objects(settings: ObjectSettings) -> None:
+    """Puts a small object under a storage path, gets it and deletes it. PathUnusable when any of that fails."""
+    _, client = connect(settings)
+    key, content = f".tidegate-probe-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
+    try:
+        client.put(key, content)
+        found = client.get(key, PROBE_BYTES)
+        client.delete([key])
+        if found != content:
+            raise RequestFailed("an object that was put there is read with another content", errno.EIO, False)
+    except RequestFailed as error:
+        raise path_unusable(settings, error) from error
 
 
 def _inspect(settings: ObjectSettings, client: Client, folder: str) -> ObjectLeftover | None:

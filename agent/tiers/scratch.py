@@ -72,20 +72,20 @@ class Scratch:
             )
         if not RANK_NAME.fullmatch(f"rank{rank}"):
             raise ValueError(f"rank is {rank}, it must be from 0 to 999,999")
-        base = _absolute(directory)
+        base = absolute_path(directory)
         scratch = base / f"{SCRATCH_PREFIX}{run}" / f"rank{rank}"
         try:
-            _check_usable(base)
+            check_usable(base)
             _make_directories(scratch)
         except FileExistsError as error:
             raise ScratchTaken(_why_taken(scratch)) from error
         except OSError as error:
-            raise _unusable(base, error) from error
+            raise directory_unusable(base, error) from error
         try:
             return cls(scratch, *lock_owner_file(scratch, run, rank))
         except OSError as error:
             _remove_tree(scratch)
-            raise _unusable(scratch, error) from error
+            raise directory_unusable(scratch, error) from error
 
     def close(self) -> None:
         """Removes the directory with its content. Idempotent. Does nothing in a forked child: the directory is the
@@ -105,15 +105,14 @@ def find_leftovers(directory: str | os.PathLike[str]) -> list[Leftover]:
 
     PathUnusable when `directory` cannot be read.
     """
-    base = _absolute(directory)
-    try:
-        runs = [run for run in _directories(base) if run.name.startswith(SCRATCH_PREFIX)]
-    except OSError as error:
-        raise _unusable(base, error) from error
+    base = absolute_path(directory)
     leftovers = []
-    for run in runs:
-        with suppress(FileNotFoundError, PermissionError):  # the run ended meanwhile, or is another user's
-            leftovers += [_inspect(rank) for rank in _directories(run) if RANK_NAME.fullmatch(rank.name)]
+    try:
+        for run in [run for run in _directories(base) if run.name.startswith(SCRATCH_PREFIX)]:
+            with suppress(FileNotFoundError, PermissionError):  # the run ended meanwhile, or is another user's
+                leftovers += [_inspect(rank) for rank in _directories(run) if RANK_NAME.fullmatch(rank.name)]
+    except OSError as error:
+        raise directory_unusable(base, error) from error
     return sorted(leftovers, key=lambda leftover: (leftover.run, leftover.rank))
 
 
@@ -142,14 +141,15 @@ def remove(leftover: Leftover, force: bool = False) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _unusable(directory, error) from error
+        raise directory_unusable(directory, error) from error
 
 
-def _absolute(directory: str | os.PathLike[str]) -> Path:
+def absolute_path(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path of a directory; ~ is the home directory."""
     return Path(os.path.abspath(Path(directory).expanduser()))
 
 
-def _check_usable(base: Path) -> None:
+def check_usable(base: Path) -> None:
     """Raises an OSError with the reason when files cannot be created in `base`."""
     if not stat.S_ISDIR(base.stat().st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -159,7 +159,16 @@ def _check_usable(base: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+_BROKEN: Final = (
+    "cannot be read or written: {why}. Find the cause in the kernel's log (dmesg). Unmount the file system, repair it "
+    "or replace its disk, and mount it again."
+)
+_CUT_OFF: Final = "is cut off from its file system: {why}. Unmount it (umount -l), and mount it again."
 REMEDIES: Final = {
+    **dict.fromkeys((errno.EIO, errno.EUCLEAN, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO), _BROKEN),
+    **dict.fromkeys(
+        (errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT), _CUT_OFF
+    ),
     errno.ENOENT: "does not exist: create it first, or mount its file system.",
     errno.ENOTDIR: "is not a directory: give the path of a directory.",
     errno.EROFS: "is on a read-only file system: mount it for writing, or give another directory.",
@@ -168,12 +177,12 @@ REMEDIES: Final = {
 }
 
 
-def _unusable(path: Path, error: OSError) -> PathUnusable:
+def directory_unusable(path: Path, error: OSError) -> PathUnusable:
     """Creates the error for a directory that cannot be used. The message names the cause and a remedy."""
     if error.errno == errno.ENOENT and path.is_dir():  # /proc raises ENOENT for each new file
         return PathUnusable(f"{path} is on a file system where users cannot create files: give another directory.")
-    why = REMEDIES.get(error.errno or 0, f"cannot be used: {error.strerror}. Give another directory.")
-    return PathUnusable(f"{path} {why.format(user=os.geteuid())}")
+    why = REMEDIES.get(error.errno or 0, "cannot be used: {why}. Give another directory.")
+    return PathUnusable(f"{path} {why.format(user=os.geteuid(), why=error.strerror)}")
 
 
 def _make_directories(scratch: Path) -> None:

@@ -177,7 +177,8 @@ def test_no_daemon(tmp_path: Path) -> None:
     code, _, error = run(None, "status", state=tmp_path, TIDEGATE_DAEMON=f"http://127.0.0.1:{port}")
     assert (code, error) == (
         1,
-        f"tidegate: No daemon answers at http://127.0.0.1:{port}. Start one with `tidegate daemon`.",
+        f"tidegate: No daemon answers at http://127.0.0.1:{port}. Start the first one with `tidegate daemon`. Start "
+        "one that ran before with the port and the state directory that it had: in another directory it is empty.",
     )
 
 

@@ -88,7 +88,9 @@ def free_port() -> int:
 def test_nobody_there() -> None:
     with DaemonClient(f"http://127.0.0.1:{free_port()}", "token") as client:
         assert not client.health()
-        with pytest.raises(DaemonUnreachable, match=r"No daemon answers at .* Start one with `tidegate daemon`"):
+        with pytest.raises(
+            DaemonUnreachable, match=r"No daemon answers at .* Start the first one with `tidegate daemon`"
+        ):
             client.runs()
         with pytest.raises(DaemonUnreachable):
             next(client.events("run"))

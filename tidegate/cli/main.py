@@ -217,8 +217,8 @@ def doctor(
     url: Daemon = None,
     as_json: Json = False,
 ) -> None:
-    """Check what this machine has, whether the daemon can be reached, what runs have left on storage paths, and whether
-    checkpoints and a daemon's state are sound."""
+    """Check what this machine has, whether the daemon can be reached, whether storage paths work and what runs have
+    left there, and whether checkpoints and a daemon's state are sound."""
     if remove and not (path or checkpoints):
         raise ConfigError("--remove needs the place to remove from: --path DIRECTORY, or --checkpoints DIRECTORY.")
     for option, given in (("--gpu", gpu), ("--state", state is not None)):
@@ -234,12 +234,13 @@ def doctor(
             from tidegate.cli.doctor.daemon_state import examine_state
         _print_findings(examine_state(state), as_json, print_findings)
         return
-    leftovers = storage_paths.find_leftover_state(path or [], endpoint)
     inspected = checkpoint_files.inspect_checkpoints(checkpoints or [])
     findings: list[Finding] = [] if remove else examine(url or find_daemon())
     if path:
         findings += (
-            storage_paths.remove_dead(leftovers, yes, confirm) if remove else storage_paths.findings(path, leftovers)
+            storage_paths.remove_dead(path, endpoint, yes, confirm)
+            if remove
+            else storage_paths.examine_paths(path, endpoint)
         )
     if checkpoints:
         findings += (

@@ -133,7 +133,10 @@ class Transport:
                 "TIDEGATE_CA_FILE."
             )
         if isinstance(error, httpcore.ConnectError):
-            return DaemonUnreachable(f"No daemon answers at {self.url}. Start one with `tidegate daemon`.")
+            return DaemonUnreachable(
+                f"No daemon answers at {self.url}. Start the first one with `tidegate daemon`. Start one that ran "
+                "before with the port and the state directory that it had: in another directory it is empty."
+            )
         why = (
             "no answer in time" if isinstance(error, httpcore.TimeoutException) else str(error) or type(error).__name__
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -16,9 +18,12 @@ from pathlib import Path
 import pytest
 
 from tests.agent.tiers.faults import Snapshot, lives, store_of, train, training
+from tests.agent.tiers.trainer import trainer
+from tests.cli.doctor.test_storage_paths import doctor
 from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.engine import memory
 from tidegate.agent.tiers import file_path
+from tidegate.agent.tiers.directory_probe import file_system_of
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import (
     EngineError,
@@ -264,10 +269,53 @@ def throttle(device: str, bytes_per_second: int) -> Iterator[None]:
         group.rmdir()
 
 
+def shut_down(directory: Path) -> None:
+    """All reads and writes of this ext4 fail from now on (EXT4_IOC_SHUTDOWN, without writing what is left)."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 2))
+    finally:
+        os.close(fd)
+
+
+def doctor_after_io_errors(base: Path) -> None:
+    """The doctor says which directory fails, how, and what to do; what is good is looked at all the same."""
+    bad, other = loop_file_system(base / "bad", base / "image"), good(base)
+    with trainer(bad, "killed", 3) as killed:
+        killed.kill()
+    (bad / "step-1").mkdir()
+    (bad / "step-1" / "rank0.json").write_text("{}")
+    shut_down(bad)
+    failed = f"{bad} cannot be read or written: Input/output error. Find the cause in the kernel's log"
+    code, said = doctor(base, "--path", str(bad), "--remove", "--yes")
+    assert (code, failed in said) == (1, True), said
+    code, said = doctor(base, "--checkpoints", str(bad))
+    assert (code, "step-1" in said, "Input/output error" in said) == (1, True, True), said
+    code, said = doctor(base, "--path", str(bad), "--path", str(other))
+    assert (code, failed in said, f"{other}: a file was written" in said) == (1, True, True), said
+
+
+def doctor_of_paths_that_take_nothing(base: Path) -> None:
+    """The doctor tries a file: a read-only and a full file system are bad. A hidden mount is not the one it names."""
+    bad = loop_file_system(base / "bad", base / "image")
+    assert file_system_of(bad).kind == "ext4"
+    run("mount", "-o", "remount,ro", bad)
+    code, said = doctor(base, "--path", str(bad))
+    assert (code, "is on a read-only file system: mount it for writing" in said) == (1, True), said
+    assert f"{bad}: on {bad} (ext4, /dev/loop" in said, said
+    run("mount", "-t", "tmpfs", "-o", "size=100000", "none", bad)
+    assert (file_system_of(bad).kind, file_system_of(bad).mount_point) == ("tmpfs", str(bad))
+    fill(bad)
+    code, said = doctor(base, "--path", str(bad))
+    assert (code, "No space left on device" in said, os.listdir(bad)) == (1, True, ["filler"]), said
+    assert "free 0 B (0.0 %); TidegatePathNearlyFull fires below 10.0 %" in said, said
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        read_error, full_device, late_write_error, nowhere_left, small_path, cannot_start, hangs, throttled
+        read_error, full_device, late_write_error, nowhere_left, small_path, cannot_start, hangs, throttled,
+        doctor_after_io_errors, doctor_of_paths_that_take_nothing,
     )
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ from tidegate.agent.tiers.object_scratch import (
     remove_objects,
 )
 from tidegate.agent.tiers.scratch_owner import Owner
+from tidegate.cli.doctor.storage_paths import examine_paths
 from tidegate.errors import PathUnusable, ScratchTaken
 
 TRAINER = """
@@ -101,6 +102,18 @@ def test_the_dead_are_listed_and_removed_and_the_living_stay(server: S3Server, t
     assert server.keys("doctor") == []
     code, said = doctor(tmp_path, *where)
     assert (code, "no state of any run" in said) == (0, True)
+
+
+def test_the_doctor_tries_an_object(server: S3Server) -> None:
+    with gate(server) as front:
+        place = f"s3://{BUCKET}/tried"
+        tried, state = examine_paths([place], front.endpoint)
+        assert (tried.verdict, tried.detail) == ("good", f"{place}: an object was put, read back and removed")
+        assert (state.detail, server.keys("tried")) == (f"{place}: no state of any run", [])
+        front.answer = lambda asked: 403 if asked.method == "PUT" else None
+        (refused,) = examine_paths([place], front.endpoint)
+        assert refused.verdict == "bad"
+        assert "These credentials do not allow reading, writing and deleting there" in refused.detail
 
 
 def test_the_doctor_names_a_store_that_it_cannot_list(server: S3Server, tmp_path: Path) -> None:

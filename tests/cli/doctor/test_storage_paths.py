@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import forked
+from tests.agent.tiers.faults import in_namespace, require_mounts
 from tests.agent.tiers.trainer import trainer
+from tests.alerts.test_rules import alerts
 from tests.services import ROOT
+from tidegate import units
+from tidegate.agent.tiers.directory_probe import FileSystem
 from tidegate.cli.doctor import storage_paths
 from tidegate.errors import ConfigError
 
@@ -66,11 +72,10 @@ def test_who_says_no_keeps_everything(path: Path, monkeypatch: pytest.MonkeyPatc
         asked.append(question)
         return False
 
-    found = storage_paths.find_leftover_state([path])
-    assert [f.detail for f in storage_paths.remove_dead(found, False, no)] == ["nothing was removed"]
+    assert [f.detail for f in storage_paths.remove_dead([str(path)], "", False, no)] == ["nothing was removed"]
     assert "Remove the state of 1 dead ranks, 0.1 MB?" in asked[0]
     assert os.listdir(path) == ["tidegate-killed"]
-    storage_paths.remove_dead(found, False, lambda _: True)
+    storage_paths.remove_dead([str(path)], "", False, lambda _: True)
     assert os.listdir(path) == []
 
 
@@ -78,9 +83,8 @@ def test_one_of_which_nobody_can_tell_stays(path: Path) -> None:
     with trainer(path, "killed", 3) as other:
         other.kill()
     (path / "tidegate-killed" / "rank3" / "owner.json").write_text("{")
-    found = storage_paths.find_leftover_state([path])
-    assert "it is unknown whether that process is alive" in storage_paths.findings([path], found)[0].detail
-    storage_paths.remove_dead(found, True, lambda _: True)
+    assert "it is unknown whether that process is alive" in storage_paths.examine_paths([str(path)])[-1].detail
+    storage_paths.remove_dead([str(path)], "", True, lambda _: True)
     assert os.listdir(path) == ["tidegate-killed"]
 
 
@@ -89,9 +93,65 @@ def test_misuse_is_told(tmp_path: Path, path: Path) -> None:
     assert (code, "--path DIRECTORY" in said) == (2, True)
     code, said = doctor(tmp_path, "--path", str(path / "nowhere"))
     assert (code, "does not exist: create it first" in said) == (1, True)
-    assert storage_paths.findings([path], [])[0].verdict == "good"
     with trainer(path, "killed", 1) as other:
         other.kill()
-    found = storage_paths.find_leftover_state([path])
     with pytest.raises(ConfigError, match="--yes"):
-        storage_paths.remove_dead(found, False, lambda _: True)
+        storage_paths.remove_dead([str(path)], "", False, lambda _: True)
+
+
+def test_a_path_is_written_and_read_and_its_disk_is_named(path: Path) -> None:
+    space, tried, state = storage_paths.examine_paths([str(path)])
+    status = os.statvfs(path)
+    assert f"size {units.nbytes(status.f_blocks * status.f_frsize)}, free " in space.detail
+    assert tried.detail.startswith(f"{path}: a file was written, read back and removed, with ")
+    assert (tried.verdict, state.detail, os.listdir(path)) == ("good", f"{path}: no state of any run", [])
+
+
+def test_the_share_that_would_be_free_is_never_rounded_up_to_the_limit_of_the_alert() -> None:
+    on = FileSystem("/nvme", "ext4", "/dev/nvme0n1p1", 200_000_000, 5_000_000)
+    found = storage_paths._space("/nvme/tide", on, 14_990_000)
+    assert found.verdict == "missing"
+    assert found.detail == (
+        "/nvme/tide: on /nvme (ext4, /dev/nvme0n1p1), size 200 MB, free 5.00 MB (2.5 %), 9.9 % without the state of "
+        "runs there; TidegatePathNearlyFull fires below 10.0 %"
+    )
+    assert f"< {storage_paths.NEARLY_FULL}" in str(alerts()["TidegatePathNearlyFull"]["expr"])
+    enough = storage_paths._space("/nvme/tide", replace(on, free_bytes=20_000_000), 0)
+    assert (enough.verdict, enough.detail.endswith("free 20.0 MB (10.0 %)")) == ("good", True)
+
+
+def test_a_directory_on_the_root_file_system_is_named() -> None:
+    found = storage_paths._space("/nvme/tide", FileSystem("/", "ext4", "/dev/vda", 1000, 900), 0)
+    assert (found.verdict, "is the disk of this path mounted?" in found.detail) == ("missing", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["doctor_after_io_errors", "doctor_of_paths_that_take_nothing"])
+def test_file_systems_that_really_fail(scenario: str, tmp_path: Path) -> None:
+    require_mounts("losetup", "mkfs.ext4")
+    in_namespace(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ENOTCONN, "is cut off from its file system: Transport endpoint is not connected. Unmount it"),
+        (errno.ESTALE, "is cut off from its file system: Stale file handle. Unmount it (umount -l), and mount it"),
+        (errno.EIO, "cannot be read or written: Input/output error. Find the cause in the kernel's log"),
+        (errno.EACCES, "is not open to user "),
+        (errno.ENFILE, "cannot be used: Too many open files in system."),
+    ],
+)
+@pytest.mark.parametrize("call", ["scandir", "statvfs", "fsync"])
+def test_each_error_of_the_system_is_a_finding(
+    path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, said: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fails)
+    bad = [finding.detail for finding in storage_paths.examine_paths([str(path)]) if finding.verdict == "bad"]
+    monkeypatch.undo()
+    assert len(bad) == 1
+    assert bad[0].startswith(f"{path} {said}")
+    assert os.listdir(path) == []

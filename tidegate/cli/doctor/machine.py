@@ -27,6 +27,9 @@ from tidegate.terminal import visible
 
 Verdict = Literal["good", "missing", "bad"]
 NUMA_NODES: Final = Path("/sys/devices/system/node")
+START_DAEMON: Final = (
+    "start one with `tidegate daemon`, with the port and the state directory that it had before, if any"
+)
 _SYMBOLS: Final[dict[Verdict, Text]] = {
     "good": Text("ok", "green"),
     "missing": Text("--", "yellow"),
@@ -149,7 +152,7 @@ def _daemon(url: str) -> list[Finding]:
     try:
         with DaemonClient(url, find_token("read")) as client:
             if not client.health():
-                return [Finding("daemon", "missing", f"none answers at {url}: start one with `tidegate daemon`")]
+                return [Finding("daemon", "missing", f"none answers at {url}: {START_DAEMON}")]
             runs = client.runs()
     except DaemonError as error:
         return [Finding("daemon", "bad", str(error))]
