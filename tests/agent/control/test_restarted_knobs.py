@@ -1,0 +1,118 @@
+"""A script starts again under the name of its run: the run's knobs hold, whatever the script asks for.
+
+Every pair of a script's value and a run's value is tried for each knob, with a real daemon.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tidegate
+from tests import forked
+from tests.agent.plain_adamw import PlainAdamW
+from tests.services import ROOT, DaemonProcess, daemon_process, until
+from tidegate.client.daemon_client import DaemonClient
+from tidegate.knobs.knobs import SPECS, same, show
+
+NUMEL, SUBGROUPS = 1024, 6
+ABSENT = "absent"
+"""The script does not give the knob: its default counts."""
+VALUES: dict[str, tuple[Any, ...]] = {
+    "stride": (2.0, 1.5, "auto", "off"),
+    "static_ratio": (0.0, 0.5, 1.0),
+    "tier_split": ("auto", "eq1", "nvme:1", "nvme:2,pfs:1"),
+    "host_cache": (0, 30_000, "4MB", "auto"),
+    "order": ("auto", "pinned", "alternate"),
+}
+PAIRS = [(name, *pair) for name, values in VALUES.items() for pair in itertools.product((ABSENT, *values), values)]
+EFFECTIVE: dict[str, dict[Any, Any]] = {
+    "stride": {2.0: 2, 1.5: 1.5, "off": "off"},
+    "static_ratio": {0.0: 0, 0.5: 0.5, 1.0: 1},
+    "host_cache": {0: 0, 30_000: 30_000, "4MB": 4_000_000},
+    "order": {"pinned": "pinned", "alternate": "alternate"},
+}
+"""What a rank uses for a value of the run. `auto` and the shares of paths are looked at one by one."""
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with daemon_process(tmp_path_factory.mktemp("daemon") / "state") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(daemon: DaemonProcess) -> Iterator[DaemonClient]:
+    with daemon.client() as made:
+        yield made
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(NUMEL, generator=draw).bfloat16()) for _ in range(SUBGROUPS)]
+
+
+def optimizer_of(params: list[torch.nn.Parameter], folder: Path, **given: Any) -> tidegate.AdamW:
+    """The optimizer of a script that gives these knobs, with two paths."""
+    paths = {name: folder / name for name in ("nvme", "pfs")}
+    for directory in paths.values():
+        directory.mkdir(exist_ok=True)
+    return tidegate.AdamW(
+        params, lr=1e-2,
+        offload=tidegate.Offload(device="emulated", subgroup_numel=NUMEL, num_slots=2, cpu_threads=1, paths=paths, **given),
+    )  # fmt: skip
+
+
+def trains_like_the_oracle(optimizer: tidegate.AdamW, params: list[torch.nn.Parameter], steps: int = 4) -> None:
+    plain = PlainAdamW([dict(group) for group in optimizer.param_groups])
+    draw = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        grads = [torch.randn(NUMEL, generator=draw).bfloat16() for _ in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        plain.step(list(grads))
+    optimizer.wait()
+    assert plain.same_weights(params)
+
+
+def normal(name: str, value: Any) -> Any:
+    return SPECS[name].parse("auto" if value == ABSENT and name != "static_ratio" else 0 if value == ABSENT else value)
+
+
+@pytest.mark.parametrize(("name", "script", "of_run"), PAIRS)
+def test_the_run_goes_on_with_its_knobs(
+    daemon: DaemonProcess, client: DaemonClient, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    name: str, script: Any, of_run: Any,
+) -> None:  # fmt: skip
+    run, token = f"{name}-{PAIRS.index((name, script, of_run))}", daemon.token("agent")
+    given = {} if script == ABSENT else {name: script}
+    with optimizer_of(parameters(), tmp_path, **given) as optimizer:
+        tidegate.attach(optimizer, run=run, daemon=daemon.url, token=token, strict=True)
+    wanted = normal(name, of_run)
+    client.set_knobs(run, {name: of_run})
+    caplog.clear()
+    params = parameters()
+    with optimizer_of(params, tmp_path, **given) as optimizer:
+        began_with = optimizer.knobs
+        attachment = tidegate.attach(optimizer, run=run, daemon=daemon.url, token=token, strict=True)
+        assert attachment.link is not None
+        assert attachment.link.connected
+        assert optimizer.knobs == began_with.changed({name: of_run})
+        assert attachment.generation == 1
+        used = EFFECTIVE.get(name, {}).get(of_run)
+        assert used is None or optimizer.effective_knobs()[name] == used
+        trains_like_the_oracle(optimizer, params)
+    told = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "knobs_kept"]
+    own = normal(name, script)
+    difference = f"{name}={show(name, wanted)}, not {show(name, own)}."
+    assert [difference in text for text in told] == ([] if same(name, wanted, own) else [True])
