@@ -21,6 +21,7 @@ import tidegate
 from tests import forked
 from tests.agent.plain_adamw import PlainAdamW
 from tests.services import ROOT, DaemonProcess, daemon_process, until
+from tidegate.agent.telemetry import exporter
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.knobs.knobs import SPECS, same, show
 
@@ -54,6 +55,11 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 def client(daemon: DaemonProcess) -> Iterator[DaemonClient]:
     with daemon.client() as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _servers_of_metrics_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "POLL_SECONDS", 0.01)
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -116,3 +122,40 @@ def test_the_run_goes_on_with_its_knobs(
     own = normal(name, script)
     difference = f"{name}={show(name, wanted)}, not {show(name, own)}."
     assert [difference in text for text in told] == ([] if same(name, wanted, own) else [True])
+
+
+def trainee(daemon: DaemonProcess, folder: Path) -> subprocess.Popen[Any]:
+    """A script whose host_cache is a number, as a process."""
+    (folder / "nvme").mkdir(exist_ok=True)
+    words = (
+        f"--run killed --daemon {daemon.url} --path nvme={folder / 'nvme'} --width 64 --layers 2 --stride 2 --host-cache 0 "
+        "--link-bytes-per-second 4e8 --update-params-per-second 1e8 --subgroup-numel 4096 --report-seconds 0.2"
+    )
+    environment = {**os.environ, "TIDEGATE_AGENT_TOKEN": daemon.token("agent"), "OMP_NUM_THREADS": "1"}
+    return forked.Popen([sys.executable, "-m", "tests.trainee", *words.split()], cwd=ROOT, env=environment)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_run_whose_cache_an_operator_set_to_auto_starts_again(
+    daemon: DaemonProcess, client: DaemonClient, tmp_path: Path
+) -> None:
+    for generation, cached in ((0, False), (1, True)):
+        process = trainee(daemon, tmp_path)
+        try:
+            until(lambda: any(run.run == "killed" for run in client.runs()), "the run")
+            until(lambda pid=process.pid: _steps(client, pid) > 2, "steps of this process")  # type: ignore[misc]
+            rank = client.run("killed").ranks[0]
+            assert (rank.applied_generation, rank.effective["host_cache"] != 0) == (generation, cached)
+            if not cached:
+                client.set_knobs("killed", {"host_cache": "auto"})
+                until(lambda: client.run("killed").ranks[0].applied_generation == 1, "the knobs of the operator")
+            assert process.poll() is None
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def _steps(client: DaemonClient, pid: int) -> int:
+    """Steps of the rank, if it is held by this process; else 0."""
+    rank = client.run("killed").ranks[0]
+    return rank.step if rank.pid == pid else 0
