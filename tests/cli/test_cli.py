@@ -394,7 +394,7 @@ def test_canary_history_and_rollback(daemon: Daemon) -> None:
         wait_until(lambda: daemon.client().generations("llama-7b")[3].state == "applied", "applied")
     text = run(daemon, "events")[1]
     assert "rank 0 is live" in text
-    assert "canary condemned: Harmful: a step took" in text
+    assert "canary condemned: Harmful: a step (forward, backward and update) took" in text
     assert "generation 3 applied: stride=5" in text
     assert len(text.splitlines()) == len(set(text.splitlines())), "an effect that is measured anew is no news"
     assert run(daemon, "advice")[:2] == (0, "No prediction yet: it needs the rates of a few steps.\n")

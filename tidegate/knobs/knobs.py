@@ -111,8 +111,8 @@ class Knobs:
             object.__setattr__(self, name, spec.parse(getattr(self, name)))
 
     def as_dict(self, *, paths: bool) -> dict[str, KnobValue]:
-        """The knobs by name. `paths`: whether the run has storage paths. Without paths, the knobs in PATH_KNOBS are left
-        out if their value is `auto`."""
+        """The knobs by name. `paths`: whether the run has storage paths. Without paths, the knobs in PATH_KNOBS are
+        left out if their value is `auto`."""
         values: dict[str, KnobValue] = {name: getattr(self, name) for name in SPECS}
         return {n: value for n, value in values.items() if paths or n not in PATH_KNOBS or value != AUTO}
 

@@ -72,10 +72,10 @@ def optimizer_of(params: list[torch.nn.Parameter], folder: Path, **given: Any) -
     paths = {name: folder / name for name in ("nvme", "pfs")}
     for directory in paths.values():
         directory.mkdir(exist_ok=True)
-    return tidegate.AdamW(
-        params, lr=1e-2,
-        offload=tidegate.Offload(device="emulated", subgroup_numel=NUMEL, num_slots=2, cpu_threads=1, paths=paths, **given),
-    )  # fmt: skip
+    offload = tidegate.Offload(
+        device="emulated", subgroup_numel=NUMEL, num_slots=2, cpu_threads=1, paths=paths, **given
+    )
+    return tidegate.AdamW(params, lr=1e-2, offload=offload)
 
 
 def trains_like_the_oracle(optimizer: tidegate.AdamW, params: list[torch.nn.Parameter], steps: int = 4) -> None:
@@ -128,8 +128,9 @@ def trainee(daemon: DaemonProcess, folder: Path) -> subprocess.Popen[Any]:
     """A script whose host_cache is a number, as a process."""
     (folder / "nvme").mkdir(exist_ok=True)
     words = (
-        f"--run killed --daemon {daemon.url} --path nvme={folder / 'nvme'} --width 64 --layers 2 --stride 2 --host-cache 0 "
-        "--link-bytes-per-second 4e8 --update-params-per-second 1e8 --subgroup-numel 4096 --report-seconds 0.2"
+        f"--run killed --daemon {daemon.url} --path nvme={folder / 'nvme'} --width 64 --layers 2 --stride 2 "
+        "--host-cache 0 --link-bytes-per-second 4e8 --update-params-per-second 1e8 --subgroup-numel 4096 "
+        "--report-seconds 0.2"
     )
     environment = {**os.environ, "TIDEGATE_AGENT_TOKEN": daemon.token("agent"), "OMP_NUM_THREADS": "1"}
     return forked.Popen([sys.executable, "-m", "tests.trainee", *words.split()], cwd=ROOT, env=environment)
