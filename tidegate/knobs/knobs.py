@@ -70,7 +70,8 @@ SPECS: Final[dict[str, KnobSpec]] = {
             words=(AUTO, EQ1),
             unit="subgroups, as weights",
             help="How the subgroups in storage are divided among the paths; one that is not named gets none. "
-            "eq1: by the slower of each path's read and write bandwidth (MLP-Offload, Eq. 1).",
+            "eq1: by the slower of each path's read and write bandwidth (MLP-Offload, Eq. 1). The effective value "
+            "counts the subgroups that each path holds: all 0 if the host cache or the device holds everything.",
         ),
         KnobSpec(
             name="host_cache",

@@ -23,9 +23,10 @@ from tests.agent.plain_adamw import PlainAdamW
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 from tidegate.agent.telemetry import exporter
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.knobs.knobs import SPECS, same, show
+from tidegate.knobs.knobs import SPECS, same, show, weights_of
 
 NUMEL, SUBGROUPS = 1024, 6
+PLAIN = str.maketrans(":,", "--")
 ABSENT = "absent"
 """The script does not give the knob: its default counts."""
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -102,6 +103,8 @@ def test_the_run_goes_on_with_its_knobs(
 ) -> None:  # fmt: skip
     run, token = f"{name}-{PAIRS.index((name, script, of_run))}", daemon.token("agent")
     given = {} if script == ABSENT else {name: script}
+    if name == "tier_split":
+        given["host_cache"] = 0  # all state is on the paths
     with optimizer_of(parameters(), tmp_path, **given) as optimizer:
         tidegate.attach(optimizer, run=run, daemon=daemon.url, token=token, strict=True)
     wanted = normal(name, of_run)
@@ -118,10 +121,55 @@ def test_the_run_goes_on_with_its_knobs(
         used = EFFECTIVE.get(name, {}).get(of_run)
         assert used is None or optimizer.effective_knobs()[name] == used
         trains_like_the_oracle(optimizer, params)
+        effective = optimizer.effective_knobs()
+        if name == "tier_split":
+            held = weights_of(str(effective[name]))
+            assert sum(held.values()) == SUBGROUPS
+            assert held["pfs"] == {"nvme:1": 0, "nvme:2,pfs:1": 2}.get(of_run, held["pfs"])
+        if (name, of_run) == ("host_cache", "auto"):
+            assert float(effective[name]) > 4_000_000, "most of the memory that is free"
     told = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "knobs_kept"]
     own = normal(name, script)
     difference = f"{name}={show(name, wanted)}, not {show(name, own)}."
     assert [difference in text for text in told] == ([] if same(name, wanted, own) else [True])
+
+
+@pytest.mark.parametrize("of_run", [{"host_cache": "auto"}, {"host_cache": "4MB"}, {"tier_split": "nvme:2,pfs:1"}])
+def test_a_script_that_has_no_paths_any_more_goes_on(
+    daemon: DaemonProcess,
+    client: DaemonClient,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    of_run: dict[str, Any],
+) -> None:
+    run, token = f"no-paths-{'-'.join(map(str, of_run.values())).translate(PLAIN)}", daemon.token("agent")
+    with optimizer_of(parameters(), tmp_path, host_cache=0) as optimizer:
+        tidegate.attach(optimizer, run=run, daemon=daemon.url, token=token, strict=True)
+    client.set_knobs(run, {**of_run, "stride": "off"})
+    params = parameters()
+    with tidegate.AdamW(
+        params, lr=1e-2, offload=tidegate.Offload(device="emulated", subgroup_numel=NUMEL)
+    ) as optimizer:
+        tidegate.attach(optimizer, run=run, daemon=daemon.url, token=token, strict=True)
+        assert optimizer.effective_knobs() == {"stride": "off", "static_ratio": 0.0}
+        trains_like_the_oracle(optimizer, params)
+    told = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "knobs_kept"]
+    assert ["differ from the script's: stride=off, not auto. " in text for text in told] == [True]
+
+
+@pytest.mark.parametrize("of_run", ["auto", "4MB"])
+def test_reset_takes_the_number_of_the_script(
+    daemon: DaemonProcess, client: DaemonClient, tmp_path: Path, caplog: pytest.LogCaptureFixture, of_run: str
+) -> None:
+    run, token = f"reset-{of_run}", daemon.token("agent")
+    for reset in (False, True):
+        with optimizer_of(parameters(), tmp_path, host_cache=0) as optimizer:
+            tidegate.attach(optimizer, run=run, daemon=daemon.url, token=token, strict=True, reset_knobs=reset)
+            assert optimizer.effective_knobs()["host_cache"] == 0
+        if not reset:
+            client.set_knobs(run, {"host_cache": of_run})
+    assert client.knobs(run).desired["host_cache"] == 0
+    assert not [record for record in caplog.records if getattr(record, "event", "") == "knobs_kept"]
 
 
 def trainee(daemon: DaemonProcess, folder: Path) -> subprocess.Popen[Any]:
