@@ -32,7 +32,7 @@ from tidegate.agent.ranks import Ranks
 from tidegate.agent.telemetry.rank_metrics import RankMetrics
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.errors import ConfigError
-from tidegate.knobs.knobs import PATH_KNOBS, same, show
+from tidegate.knobs.knobs import Knobs, KnobValue, same, show
 from tidegate.logs import event
 from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.wire.agent import AgentHello, AgentReport
@@ -284,10 +284,8 @@ class Attachment:
 
     def _warn_of_other_knobs(self, committed: CommittedKnobs) -> None:
         """Warns that the run has other knobs than the script: those that were set before this process began."""
-        kept, script = committed.knobs.as_dict(), self._optimizer.knobs.as_dict()
+        kept, script = self._by_name(committed.knobs), self._by_name(self._optimizer.knobs)
         others = [name for name, value in script.items() if not same(name, value, kept[name])]
-        if self._optimizer.engine.store is None:
-            others = [name for name in others if name not in PATH_KNOBS]
         if others:
             pairs = ", ".join(f"{name}={show(name, kept[name])}, not {show(name, script[name])}" for name in others)
             log.warning(
@@ -296,6 +294,10 @@ class Attachment:
                 self.run, committed.generation, pairs,
                 extra=event("knobs_kept", run=self.run, generation=committed.generation, knobs=kept),
             )  # fmt: skip
+
+    def _by_name(self, knobs: Knobs) -> dict[str, KnobValue]:
+        """The knobs by name; with those of storage paths if this rank has paths."""
+        return knobs.as_dict(paths=self._optimizer.engine.store is not None)
 
     def _apply(self, committed: CommittedKnobs) -> bool:
         """Applies committed knobs. False when they cannot work on this rank: that is logged and reported to the
@@ -312,7 +314,7 @@ class Attachment:
             )  # fmt: skip
             return False
         self._optimizer.apply_knobs(committed.knobs)
-        knobs = committed.knobs.as_dict()
+        knobs = self._by_name(committed.knobs)
         log.info(
             "generation %d of the knobs is applied: %s", committed.generation, knobs,
             extra=event("generation_applied", run=self.run, generation=committed.generation, knobs=knobs),

@@ -70,7 +70,7 @@ class RankMessages:
             pid=os.getpid(),
             device_kind=device.kind,
             metrics_address=metrics_address,
-            knobs=self._optimizer.knobs.as_dict(),
+            knobs=self._optimizer.knobs.as_dict(paths=engine.store is not None),
             reset_knobs=reset_knobs,
             subgroups=size_runs(subgroups),
             num_slots=engine.num_slots,

@@ -73,7 +73,8 @@ class Registration:
         if known is not None:
             # `reset_knobs` applies only to the first hello: later knobs of operators stay in force, even if the daemon
             # lost them.
-            message = hello.model_copy(update={"reset_knobs": False, "knobs": known.knobs.as_dict()})
+            knobs = known.knobs.as_dict(paths=bool(hello.paths))
+            message = hello.model_copy(update={"reset_knobs": False, "knobs": knobs})
         self._knobs.take_at_registration(self._send(message).directive, known)
         self.accepted = hello
         self.connected = True

@@ -68,7 +68,7 @@ def read_current_state(
         now=time.monotonic(),
         phases=phases,
         paths=_current_paths(optimizer.engine.store, capacities),
-        desired=optimizer.knobs.as_dict(),
+        desired=optimizer.knobs.as_dict(paths=optimizer.engine.store is not None),
         effective=optimizer.effective_knobs(),
         generation=generation,
         overhead_seconds=overhead,

@@ -1,4 +1,4 @@
-"""Prediction of a knob change (dry run) and knob advice, simulated with the rates that the run's lead rank reported."""
+"""Prediction of a knob change (dry run), simulated with the rates that the run's lead rank reported."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from functools import cached_property
 from statistics import median
 from typing import Final
 
+from tidegate import units
 from tidegate.daemon.control.run import Member, Run
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.knobs.kinds import larger_than_state, show_size
-from tidegate.knobs.knobs import AUTO, OFF, Knobs, KnobValue, same, show
+from tidegate.knobs.knobs import AUTO, OFF, Knobs, KnobValue, same
 from tidegate.plan.effective_knobs import EffectiveKnobs, resolve
 from tidegate.plan.ops import path_lanes
 from tidegate.simulator.prediction_interval import prediction_interval
 from tidegate.simulator.predictor import Predictor, predictor_of
-from tidegate.simulator.steady_state import steady_steps
 from tidegate.simulator.what_if import Prediction
 from tidegate.speeds.rate_card import RateCard
-from tidegate.tuner.search import CANDIDATE_RATIOS, best
-from tidegate.tuner.tuner import MINIMUM_GAIN
 from tidegate.wire.agent import AgentHello, Rates
-from tidegate.wire.base import KnobChanges
+from tidegate.wire.canary import CanaryRequest
 from tidegate.wire.evidence import ModelEvidence
-from tidegate.wire.prediction import Advice, KnobPreview, PredictedUpdate
+from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import StepReport
 
 log = logging.getLogger(__name__)
 
 NO_RATES: Final = "No prediction yet: it needs the rates of a few steps."
-UNUSABLE_REPORT: Final = "No advice: the figures that the ranks reported cannot be used; the daemon's log says why."
-_MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
+MODEL_ERRORS: Final = (TidegateError, ArithmeticError, ValueError, TypeError)
 """Exceptions that the model may raise if figures that ranks have reported contradict each other, although each figure
 alone is valid."""
 NO_ROOM: Final = "No prediction: the state does not fit with these knobs."
@@ -98,9 +95,29 @@ class PredictionInputs:
         except ConfigError:  # a speed was never measured
             return ""
 
-    def notes(self, before: Knobs, after: Knobs, then: Prediction | None) -> tuple[str, ...]:
-        """What to know of a change besides its prediction `then`, as sentences."""
-        found = []
+    @property
+    def device_room_bytes(self) -> int | None:
+        """Device memory that a change may take so that a canary keeps it: the free memory without the share that must
+        stay free. None if unknown."""
+        if self.device_free_bytes is None:
+            return None
+        return max(
+            0, self.device_free_bytes - int(CanaryRequest().min_headroom * (self.hello.device_memory_bytes or 0))
+        )
+
+    def device_memory(self, more_bytes: int) -> str:
+        """A sentence on a change that takes `more_bytes` of device memory more than the present knobs; empty if it does
+        not take more."""
+        free = self.device_free_bytes
+        if more_bytes <= 0:
+            return ""
+        fits = "how much is free is not known" if free is None else f"{units.nbytes(free)} are free"
+        too_large = ": it does not fit" if free is not None and more_bytes > free else ""
+        return f"It takes {units.nbytes(more_bytes)} more of device memory; {fits}{too_large}."
+
+    def notes(self, before: Knobs, after: Knobs, now: Prediction | None, then: Prediction | None) -> tuple[str, ...]:
+        """What to know of a change besides the predictions before (`now`) and after it (`then`), as sentences."""
+        found = [self.device_memory(then.device_bytes - now.device_bytes)] if now and then else []
         state = sum(s.nbytes("state") for s in self.predictor.rank.subgroups)
         if after.host_cache not in (AUTO, before.host_cache) and int(after.host_cache) > state:
             found.append(larger_than_state(int(after.host_cache), state, self.hello.rank))
@@ -109,10 +126,10 @@ class PredictionInputs:
             moved, per_step = self.path_bytes.get(path, 0), sum(moves.get(lane, 0) for lane in path_lanes(path))
             if moved < min(per_step, LITTLE_BYTES):
                 found.append(
-                    f"Speed of {path} from little: the last {self.steps} steps moved {show_size(moved)} there, one "
-                    f"step would move {show_size(per_step)}. The prediction may be far off: try it with a canary."
+                    f"Speed of {path} from little: the last {self.steps} steps moved {units.nbytes(moved)} there, one "
+                    f"step would move {units.nbytes(per_step)}. The prediction may be far off: try it with a canary."
                 )
-        return tuple(found)
+        return tuple(filter(None, found))
 
     def numbers(self, knobs: Knobs) -> EffectiveKnobs | None:
         """The knobs as numbers; None while the rank has not reported its values for `auto`."""
@@ -148,7 +165,7 @@ def prediction_inputs(run: Run) -> PredictionInputs | None:
     """The prediction inputs of a run; None until the lead rank has reported usable sizes and rates."""
     try:
         return _prediction_inputs(run)
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         log.warning("the reports of the ranks of run %s cannot be used for predictions: %s", run.name, error)
         return None
 
@@ -211,7 +228,7 @@ def preview(
     """
     try:
         return _preview(run, generation, before, after, inputs, paths=paths, refusal=refusal)
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         log.warning("the reports of the ranks of run %s do not allow a preview of knobs: %s", run, error)
         return _preview(run, generation, before, after, None, paths=paths, refusal=refusal)
 
@@ -253,7 +270,7 @@ def _preview(
         error_ratio=abs(1 / median(ratios) - 1) if ratios and then else None,
         no_prediction="" if now is not None and then is not None else unknown,
         no_room=full,
-        notes=inputs.notes(before, after, then) if inputs and not refusal else (),
+        notes=inputs.notes(before, after, now, then) if inputs and not refusal else (),
     )
 
 
@@ -268,86 +285,3 @@ def _chosen_later(names: Sequence[str], inputs: PredictionInputs | None) -> str:
         f"{text} host_cache=auto would be {value} on rank {inputs.hello.rank} now; preview a number to see its effect: "
         f"host_cache={value}."
     )
-
-
-def advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
-    """Recommended knobs. All knobs are considered except `host_cache`: only the rank knows how much memory is free.
-
-    More resident subgroups are recommended only if they fit in the device memory that was free at the peak of its use.
-    The rank may still refuse. Slow: run it in a thread.
-    """
-    try:
-        return _advise(run, knobs, inputs)
-    except _MODEL_ERRORS as error:
-        log.warning("the reports of the ranks of run %s do not allow advice on knobs: %s", run, error)
-        return Advice(run=run, sentence=UNUSABLE_REPORT)
-
-
-def _advise(run: str, knobs: Knobs, inputs: PredictionInputs | None) -> Advice:
-    if inputs is not None and inputs.unknown_policy:
-        return Advice(run=run, sentence=inputs.unknown_policy)
-    now = inputs.numbers(knobs) if inputs else None
-    if inputs is None or now is None:
-        return Advice(run=run, sentence=NO_RATES)
-    try:
-        present = inputs.predictor.update_seconds(now)
-        found = best(
-            inputs.predictor,
-            now,
-            {"stride", "order", "tier_split"},
-            below_seconds=(1 - MINIMUM_GAIN) * present,
-            static_ratios=_static_ratios(inputs, now),
-            allowed=lambda then: _fits(inputs, now, then),
-        )
-    except TidegateError as error:
-        return Advice(run=run, sentence=f"No advice yet: {error}")
-    if found is None:
-        sentence = f"Nothing is predicted to take {MINIMUM_GAIN:.0%} off the update of {present:.3g} s."
-        return Advice(run=run, predicted_update_seconds_now=present, sentence=sentence)
-    changes, then = _changes(knobs, now, found[0]), found[1]
-    words = " ".join(f"{name}={show(name, value)}" for name, value in changes.items())
-    return Advice(
-        run=run,
-        changes=changes,
-        predicted_update_seconds_now=present,
-        predicted_update_seconds_then=then,
-        sentence=f"{words} is predicted to take the update from {present:.3g} s to {then:.3g} s "
-        f"({then / present - 1:+.0%}).",
-    )
-
-
-def _static_ratios(inputs: PredictionInputs, now: EffectiveKnobs) -> tuple[float, ...]:
-    """Values of `static_ratio` that may fit in the free device memory; empty if the memory use is unknown."""
-    free = inputs.device_free_bytes
-    if free is None:
-        return ()
-    state = sum(s.nbytes("state") for s in inputs.predictor.rank.subgroups)
-    return tuple(ratio for ratio in CANDIDATE_RATIOS if (ratio - now.static_ratio) * state <= free)
-
-
-def _fits(inputs: PredictionInputs, now: EffectiveKnobs, then: EffectiveKnobs) -> bool:
-    """Whether the device memory that the knobs `then` need in addition to `now` is free; True if that is unknown.
-
-    It counts resident subgroups and staging slots (device buffers for the state of other subgroups during their
-    update). The rank may still refuse.
-    """
-    free = inputs.device_free_bytes
-    if free is None:
-        return True
-    rank, rates = inputs.predictor.rank, inputs.predictor.rates
-    more, less = (steady_steps(rank, knobs, rates)[0].device_bytes() for knobs in (then, now))
-    return more - less <= free
-
-
-def _changes(knobs: Knobs, now: EffectiveKnobs, then: EffectiveKnobs) -> KnobChanges:
-    """The knobs that differ between the present and the recommended settings."""
-    changes: KnobChanges = {}
-    if then.stride != now.stride:
-        changes["stride"] = then.stride
-    if then.static_ratio != now.static_ratio:
-        changes["static_ratio"] = then.static_ratio
-    if then.alternate != now.alternate:
-        changes["order"] = "alternate" if then.alternate else "pinned"
-    if then.tier_split is None and knobs.tier_split != AUTO:
-        changes["tier_split"] = AUTO
-    return changes

@@ -129,7 +129,7 @@ def retired_paths(run: Run) -> dict[str, str]:
 def _desired(run: Run) -> KnobChanges:
     """The committed knobs; with the knobs of storage if the run has storage paths."""
     knobs = knobs_of(run.control.committed)
-    return knobs.as_dict(paths=True) if run.paths else knobs.fitted(()).as_dict()
+    return knobs.as_dict(paths=True) if run.paths else knobs.fitted(()).as_dict(paths=False)
 
 
 def knobs_of(generation: Generation) -> Knobs:
@@ -159,7 +159,7 @@ def _fitted(knobs: tuple[tuple[str, KnobValue], ...], paths: tuple[str, ...]) ->
 
     Without paths, all knobs of storage become `auto`.
     """
-    return Knobs(**dict(knobs)).fitted(paths).as_dict()  # type: ignore[arg-type]
+    return Knobs(**dict(knobs)).fitted(paths).as_dict(paths=bool(paths))  # type: ignore[arg-type]
 
 
 def sd_target(member: Member) -> SdTarget:

@@ -158,7 +158,8 @@ def measure(
 
 def _in_words(m: CanaryMeasure) -> str:
     return (
-        f"a step took {m.step_seconds_after:.4g} s, {m.step_seconds_before:.4g} s before ({m.step_shift:+.1%}); "
+        f"a step (forward, backward and update) took {m.step_seconds_after:.4g} s, "
+        f"{m.step_seconds_before:.4g} s before ({m.step_shift:+.1%}); "
         f"exposed {m.exposed_seconds_after:.4g} s, {m.exposed_seconds_before:.4g} s before "
         f"({m.exposed_shift:+.1%} of a step); {m.steps_after} steps against {m.steps_before}"
     )

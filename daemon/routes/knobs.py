@@ -13,9 +13,10 @@ from fastapi import APIRouter, Header, Query, Response
 
 from tidegate import units
 from tidegate.daemon.control import serializers
+from tidegate.daemon.control.advice import advise
 from tidegate.daemon.control.bounded_answer import bounded_generations, bounded_knobs
 from tidegate.daemon.control.control_plane import ControlPlane
-from tidegate.daemon.control.preview import advise, prediction_inputs, preview
+from tidegate.daemon.control.preview import prediction_inputs, preview
 from tidegate.daemon.control.run import Run
 from tidegate.daemon.control.trials import Predicted
 from tidegate.daemon.decisions.generations import Generation

@@ -38,11 +38,13 @@ from tests.daemon.live import (
 from tests.services import daemon_process
 from tidegate import units
 from tidegate.cli import watch
+from tidegate.cli.tables import print_preview
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.errors import DaemonError, DaemonUnreachable
 from tidegate.wire.agent import AgentReport, Vote
 from tidegate.wire.event import Event
 from tidegate.wire.evidence import ModelEvidence, SubgroupSizes
+from tidegate.wire.prediction import KnobPreview, PredictedUpdate
 from tidegate.wire.step import PathState
 from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
@@ -349,6 +351,30 @@ def test_dry_run(daemon: Daemon) -> None:
     assert daemon.client().knobs("llama-7b").generation == 0
 
 
+def test_a_preview_shows_memory_in_one_kind_of_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    """14,428,569 bytes are 13.76 MiB, and 9,907,840 bytes are 9907.84 KB: beside each other, both are in MB."""
+
+    def predicted(nbytes: int) -> PredictedUpdate:
+        return PredictedUpdate(
+            update_seconds=1.0, stalls={}, lane_bytes={}, host_memory_bytes={"state": nbytes},
+            device_memory_bytes=nbytes, bound_seconds=1.0, bound_by="h2d",
+        )  # fmt: skip
+
+    print_preview(
+        KnobPreview(
+            run="llama-7b",
+            generation=1,
+            before={"stride": 2},
+            after={"stride": 3},
+            changed={"stride": 3},
+            predicted_before=predicted(14_428_569),
+            predicted_after=predicted(9_907_840),
+        )
+    )
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "memory" in line]
+    assert [row[-4:] for row in rows] == [["14.4", "MB", "9.91", "MB"]] * 2
+
+
 def test_a_refusal_is_a_failure(daemon: Daemon) -> None:
     agent = Agent(daemon, "llama-7b")
     agent.refuse = "needs 9.0 GB, 4.0 GB are free"
@@ -395,7 +421,7 @@ def test_canary_history_and_rollback(daemon: Daemon) -> None:
         wait_until(lambda: daemon.client().generations("llama-7b")[3].state == "applied", "applied")
     text = run(daemon, "events")[1]
     assert "rank 0 is live" in text
-    assert "canary condemned: Harmful: a step took" in text
+    assert "canary condemned: Harmful: a step (forward, backward and update) took" in text
     assert "generation 3 applied: stride=5" in text
     assert len(text.splitlines()) == len(set(text.splitlines())), "an effect that is measured anew is no news"
     assert run(daemon, "advice")[:2] == (0, "No prediction yet: it needs the rates of a few steps.\n")

@@ -96,7 +96,7 @@ def test_a_knob_is_previewed_set_on_trial_applied_measured_and_taken_back(everyt
         notice(viewer, "It is on trial")
         expect(page.get_by_text("applied on 1 of 1 ranks")).to_be_visible()
         assert operator.run(RUN).ranks[0].effective["stride"] == "off"
-        expect(page.get_by_text("Helpful: a step took")).to_be_visible()
+        expect(page.get_by_text("Helpful: a step (forward, backward and update) took")).to_be_visible()
         expect(page.get_by_text("Measured: update").first).to_be_visible()
         press(viewer, "Roll back …")
         press(viewer, "Roll back")

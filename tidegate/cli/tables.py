@@ -186,8 +186,8 @@ def _predicted_rows(before: PredictedUpdate | None, after: PredictedUpdate | Non
             _seconds(after.stalls.get(cause, 0.0)),
         )
     yield "at least, and why", *(f"{_seconds(p.bound_seconds)} {p.bound_by}" for p in (before, after))
-    yield "host memory", *(show_size(sum(p.host_memory_bytes.values())) for p in (before, after))
-    yield "device memory for state", *(show_size(p.device_memory_bytes) for p in (before, after))
+    yield "host memory", *(units.nbytes(sum(p.host_memory_bytes.values())) for p in (before, after))
+    yield "device memory for state", *(units.nbytes(p.device_memory_bytes) for p in (before, after))
 
 
 def _range(low: float | None, high: float | None) -> str:

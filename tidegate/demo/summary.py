@@ -73,7 +73,7 @@ class Summary:
             "stall_seconds": _nested(recorder.rows("tidegate_stall_seconds_total")),
             "exposed_seconds": _flat(recorder.rows("tidegate_exposed_seconds_total")),
             "generations": [{"generation": g, "first_step": step} for g, step in self._attachment.applied_at],
-            "knobs": self._optimizer.knobs.as_dict(),
+            "knobs": self._optimizer.knobs.as_dict(paths=self._optimizer.engine.store is not None),
             "effective": self._optimizer.effective_knobs(),
             "agent_overhead_ratio": self._attachment.overhead_seconds / wall if wall else 0.0,
             "update_params": _flat(recorder.rows("tidegate_update_params_total")),

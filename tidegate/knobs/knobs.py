@@ -70,7 +70,8 @@ SPECS: Final[dict[str, KnobSpec]] = {
             words=(AUTO, EQ1),
             unit="subgroups, as weights",
             help="How the subgroups in storage are divided among the paths; one that is not named gets none. "
-            "eq1: by the slower of each path's read and write bandwidth (MLP-Offload, Eq. 1).",
+            "eq1: by the slower of each path's read and write bandwidth (MLP-Offload, Eq. 1). The effective value "
+            "counts the subgroups that each path holds: all 0 if the host cache or the device holds everything.",
         ),
         KnobSpec(
             name="host_cache",
@@ -110,8 +111,9 @@ class Knobs:
         for name, spec in SPECS.items():
             object.__setattr__(self, name, spec.parse(getattr(self, name)))
 
-    def as_dict(self, *, paths: bool = False) -> dict[str, KnobValue]:
-        """The knobs by name. Unless `paths` is True, the knobs in PATH_KNOBS are left out if their value is `auto`."""
+    def as_dict(self, *, paths: bool) -> dict[str, KnobValue]:
+        """The knobs by name. `paths`: whether the run has storage paths. Without paths, the knobs in PATH_KNOBS are
+        left out if their value is `auto`."""
         values: dict[str, KnobValue] = {name: getattr(self, name) for name in SPECS}
         return {n: value for n, value in values.items() if paths or n not in PATH_KNOBS or value != AUTO}
 

@@ -78,7 +78,8 @@ def test_verdicts(
 def test_a_verdict_tells_measured_against_predicted() -> None:
     judged = judge(trial(steps(*[2] * 20), predicted_before=1.0, predicted_after=0.5), steps(9, *[1] * 20))
     assert judged.verdict == (
-        "Helpful: a step took 1 s, 2 s before (-50.0%); exposed 0.5 s, 1 s before (-25.0% of a step); 20 steps against "
+        "Helpful: a step (forward, backward and update) took 1 s, 2 s before (-50.0%); exposed 0.5 s, 1 s before "
+        "(-25.0% of a step); 20 steps against "
         "20; update 1 s before, 0.5 s after, predicted 1 s and 0.5 s."
     )
 
@@ -180,7 +181,9 @@ def test_rolled_back_by_all_ranks(daemon: Daemon) -> None:
     wait_until(lambda: len(client.generations(run)) == 3, "the way back")
     made, back = client.generations(run)[1:]
     assert (made.canary.state, back.restores, back.state, back.author) == ("condemned", 0, "proposed", "daemon")  # type: ignore[union-attr]
-    assert "Canary of generation 1: Harmful: a step took 1.4 s, 1.1 s before" in back.reason
+    assert (
+        "Canary of generation 1: Harmful: a step (forward, backward and update) took 1.4 s, 1.1 s before" in back.reason
+    )
     settle(agents)
     made, back = client.generations(run)[1:]
     assert (made.canary.state, back.state, back.knobs["stride"]) == ("rolled_back", "applied", 2.0)  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from tests.daemon.routes.test_knobs import RATES, SIZES
 from tidegate.errors import KnobError
 from tidegate.tuner.tuner import MINIMUM_GAIN
 from tidegate.wire.evidence import ModelEvidence
-from tidegate.wire.prediction import KnobPreview
+from tidegate.wire.prediction import Advice, KnobPreview
 from tidegate.wire.step import PathRow, PathState
 
 GIB = 2**30
@@ -232,7 +232,7 @@ def test_a_restart_with_other_paths(daemon: Daemon) -> None:
     second = Agent(daemon, run, paths=("ssd",))
     given = client.knobs(run)
     assert (given.desired["tier_split"], given.bounds["tier_split"].paths) == ("nvme:2,pfs:1", ("ssd",))
-    fitted = {"stride": 2.0, "static_ratio": 0.0, "host_cache": 8 * GIB, "order": "pinned"}
+    fitted = {"stride": 2.0, "static_ratio": 0.0, "tier_split": "auto", "host_cache": 8 * GIB, "order": "pinned"}
     assert second.answer(wait=0).committed_knobs == fitted
     client.set_knobs(run, {"stride": 5}, wait=0)
     assert second.answer().proposed_knobs == {**fitted, "stride": 5.0}
@@ -357,7 +357,7 @@ def test_a_preview_marks_a_path_whose_speed_rests_on_little(daemon: Daemon) -> N
 
     say(1, nvme=500_000_000, pfs=1_000_000)
     (said,) = client.preview_knobs(run, {"tier_split": "nvme:1,pfs:3"}).notes
-    assert said.startswith("Speed of pfs from little: the last 1 steps moved 1MB there, one step would move ")
+    assert said.startswith("Speed of pfs from little: the last 1 steps moved 1.00 MB there, one step would move ")
     assert client.preview_knobs(run, {"tier_split": "nvme:1"}).notes == ()
     say(2, pfs=200_000_000)
     assert client.preview_knobs(run, {"tier_split": "nvme:1,pfs:3"}).notes == ()
@@ -387,3 +387,59 @@ def test_a_preview_tells_which_path_cannot_hold_its_share(daemon: Daemon) -> Non
         None,
         "No prediction: the state does not fit with these knobs.",
     )
+
+
+CRAWLING = STORED.model_copy(
+    update={"paths": {**STORED.paths, "pfs": {"read_bytes_per_second": 1e5, "write_bytes_per_second": 1e5}}}
+)
+
+
+@pytest.mark.parametrize("split", ["auto", "nvme:1,pfs:1", "pfs:1"])
+def test_the_advice_for_a_slow_path_avoids_it_and_names_memory_beside(daemon: Daemon, split: str) -> None:
+    """A path at 1/1000 of its speed: even the one subgroup that `auto` leaves there holds each update up."""
+    run, client = new_run(), daemon.client()
+    knobs = {"tier_split": split, "order": "pinned", "stride": "off"}
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs=knobs, device_memory_bytes=400_000_000)
+
+    def advised(number: int, peak: int) -> Advice:
+        step = step_report(number, 1.0).model_copy(update={"device_memory_peak_bytes": {"update": peak}})
+        agent.say(rates=CRAWLING, effective={**EFFECTIVE, "stride": "off"}, steps=[step])
+        return client.advice(run)
+
+    roomy = advised(1, 100_000_000)
+    assert (roomy.changes["tier_split"], "static_ratio" in roomy.changes) == ("nvme:1", False)
+    assert "Path pfs holds no state then; tier_split=auto uses it again." in roomy.sentence
+    assert "more of device memory; 300 MB are free." in roomy.sentence
+    assert "static_ratio=" in roomy.sentence
+    assert roomy.predicted_update_seconds_then is not None
+    assert roomy.predicted_update_seconds_now is not None
+    assert roomy.predicted_update_seconds_then < roomy.predicted_update_seconds_now / 10
+    full = advised(2, 400_000_000)
+    assert full.changes == roomy.changes
+    assert "device memory" not in full.sentence
+
+
+def test_advice_and_preview_tell_what_device_memory_they_take(daemon: Daemon) -> None:
+    run, client = new_run(), daemon.client()
+    knobs = {"stride": "off", "tier_split": "nvme:2,pfs:1"}
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs=knobs, device_memory_bytes=1_000_000_000)
+    step = step_report(1, 1.0).model_copy(update={"device_memory_peak_bytes": {"update": 800_000_000}})
+    agent.say(rates=STORED, effective={**EFFECTIVE, "stride": "off"}, steps=[step])
+    seen = client.advice(run)
+    assert "It takes 128 MB more of device memory; 200 MB are free." in seen.sentence, seen
+    (told,) = [note for note in client.preview_knobs(run, {"static_ratio": 1.0}).notes if "memory" in note]
+    assert told == "It takes 128 MB more of device memory; 200 MB are free."
+    step = step.model_copy(update={"step": 2, "device_memory_peak_bytes": {"update": 900_000_000}})
+    agent.say(rates=STORED, effective={**EFFECTIVE, "stride": "off"}, steps=[step])
+    (told,) = [note for note in client.preview_knobs(run, {"static_ratio": 1.0}).notes if "memory" in note]
+    assert told == "It takes 128 MB more of device memory; 100 MB are free: it does not fit."
+    assert client.advice(run).changes.get("static_ratio", 0) < 1
+
+
+def test_advice_leaves_free_what_a_canary_asks_for(daemon: Daemon) -> None:
+    """128 MB of state would fit, and leave less than 5 % of the memory free."""
+    run, client = new_run(), daemon.client()
+    agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs={"stride": "off"}, device_memory_bytes=1_000_000_000)
+    step = step_report(1, 1.0).model_copy(update={"device_memory_peak_bytes": {"update": 830_000_000}})
+    agent.say(rates=STORED, effective={**EFFECTIVE, "stride": "off"}, steps=[step])
+    assert 0.5 < client.advice(run).changes["static_ratio"] < 1
