@@ -274,8 +274,9 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge(
         "run_broken", "1", {"state": ("failed", "lost")},
-        "1 for a run of which a rank failed by an exception (failed; label error has its type) or all ranks were lost "
-        "(lost), for a day, or until a rank that was started since has finished a step; else 0.",
+        "1 for a run of which a rank failed by an exception (failed; label error has its type), or of which no rank was "
+        "left and one at least was lost (lost): for a day, or until a rank that was started since has finished a step; "
+        "else 0.",
         screen="Header", owner="daemon",
     ),
     _gauge(

@@ -71,8 +71,8 @@ class RunTotals(Message):
 
 
 class Breakdown(Message):
-    """How a run broke down: a rank failed (an exception ended it), or all its ranks were lost. The run stays broken
-    until a rank that has registered since then has finished a step."""
+    """How a run broke down: a rank failed (an exception ended it), or no rank was left and one at least was lost. The
+    run stays broken until a rank that has registered since then has finished a step."""
 
     at: float
     rank: Rank
@@ -82,7 +82,7 @@ class Breakdown(Message):
     error: ErrorName = ""
     """Name of the type of the exception; empty if no rank failed."""
     lost: Flag = False
-    """Whether all ranks were lost; they may have failed since, when they were started again."""
+    """Whether no rank was left and one at least was lost; ranks that were started again may have failed since."""
 
     @property
     def liveness(self) -> Literal["failed", "lost"]:
