@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -18,11 +19,11 @@ class StateGone(Exception):
     """As an exception of a library: with a text that nobody else may see."""
 
 
-def started(run: str, daemon: str) -> tuple[tidegate.AdamW, Any]:
+def started(run: str, daemon: str, num_steps: int = 2) -> tuple[tidegate.AdamW, Any]:
     params = [torch.nn.Parameter(torch.zeros(64))]
     optimizer = tidegate.AdamW(params)
     attachment = tidegate.attach(optimizer, run=run, daemon=daemon, strict=True)
-    for _ in range(2):
+    for _ in range(num_steps):
         params[0].grad = torch.ones(64)
         optimizer.step()
     return optimizer, attachment
@@ -43,11 +44,13 @@ def main(run: str, daemon: str, how: str) -> None:
         return
     if how == "ranks":
         torch.distributed.init_process_group("gloo")
-    optimizer, attachment = started(run, daemon)
+    optimizer, attachment = started(run, daemon, 0 if how == "before a step" else 2)
     if os.environ.get("RANK") == "1":
         time.sleep(600)  # until the launcher ends it
     match how:
-        case "raise" | "ranks":
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise" | "ranks" | "before a step":
             raise StateGone("secret")
         case "with":
             with contextlib.suppress(StateGone), optimizer:
