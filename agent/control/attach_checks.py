@@ -141,7 +141,7 @@ def connect(
         return link
     except Exception as error:
         if link is not None:
-            link.leave(None)
+            link.leave(None, "")
         if settings.strict:
             if isinstance(error, TidegateError):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from contextlib import ExitStack
 from typing import Self
@@ -44,7 +45,8 @@ class Attachment:
     """Telemetry of an optimizer and its link to the daemon. Created by `tidegate.attach`, which documents the
     arguments; ended by `close()`, a `with` block or `optimizer.close()`.
 
-    It is closed when it is garbage-collected. When the process ends, the daemon gets a goodbye message.
+    It is closed when it is garbage-collected. When the process ends, the daemon gets a goodbye message. If it is closed
+    while an exception is handled or leaves a `with` block, or if an exception ends the process, the rank has failed.
 
     run, rank, world_size: name of the run, number of this rank, number of all ranks.
     metrics_address: "host:port" of /metrics.
@@ -171,7 +173,7 @@ class Attachment:
 
     def close(self) -> None:
         """Sends the final report and the goodbye to the daemon, and stops serving /metrics. Idempotent; does nothing in
-        a forked child."""
+        a forked child. While an exception is handled, the goodbye says that the rank has failed, and names its type."""
         if os.getpid() == self._pid and self._on_step in self._optimizer.observers:
             attachment_registry.unregister(self)
             self._optimizer.observers.remove(self._on_step)
@@ -185,11 +187,12 @@ class Attachment:
                 extra=event("detached", run=self.run, rank=self.rank, steps=self.recorder.steps),
             )  # fmt: skip
 
-    def leave(self) -> None:
-        """Queues the final report and the goodbye message, after which the link ends. Returns without waiting."""
+    def leave(self, error: str = "") -> None:
+        """Queues the final report and the goodbye message, after which the link ends. Returns without waiting. `error`:
+        name of the type of the exception by which the training fails; empty for none."""
         if self.link is not None and not self._said_goodbye and os.getpid() == self._pid:
             self._said_goodbye = True
-            self.link.leave(self._last_report())
+            self.link.leave(self._last_report(), error)
 
     def __del__(self) -> None:
         """Queues the final report and the goodbye message when the attachment is garbage-collected. Does nothing
@@ -200,7 +203,7 @@ class Attachment:
     def _stop(self) -> None:
         """Sends the final report and the goodbye message, waits until they are sent, and stops serving /metrics."""
         try:
-            self.leave()
+            self.leave(attachment_registry.error_name(sys.exc_info()[1]))
             if self.link is not None:
                 self.link.close()
         finally:

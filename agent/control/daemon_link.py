@@ -30,9 +30,11 @@ log = logging.getLogger("tidegate.link")
 
 @dataclass(frozen=True)
 class _Goodbye:
-    """Message to the report thread to end the link. `report`: the final report; None when it could not be built."""
+    """Message to the report thread to end the link. `report`: the final report; None when it could not be built.
+    `error`: name of the type of the exception by which the training failed; empty for none."""
 
     report: AgentReport | None
+    error: str = ""
 
 
 _open_links: set[AgentLink] = set()
@@ -142,10 +144,10 @@ class AgentLink:
             forget()
         self._wake()
 
-    def leave(self, report: AgentReport | None) -> None:
+    def leave(self, report: AgentReport | None, error: str) -> None:
         """Queues the final report and the goodbye message, which are sent if the daemon can be reached. Takes no lock
-        and returns without waiting."""
-        self._requests.put(_Goodbye(report))
+        and returns without waiting. `error`: name of the type of the exception by which the training failed."""
+        self._requests.put(_Goodbye(report, error))
 
     def close(self, seconds: float = link_timing.LONGEST_GOODBYE_SECONDS) -> None:
         """Queues a goodbye message, unless the link has ended, and waits until it is sent, for `seconds` at most."""
@@ -220,8 +222,8 @@ class AgentLink:
             if self.connected and accepted is not None:
                 with contextlib.suppress(*REFUSALS):
                     if goodbye.report is not None:
-                        self._send(accepted, goodbye.report, final=True)
-                    self._client.goodbye(accepted.agent)
+                        self._send(accepted, goodbye.report, final=not goodbye.error)
+                    self._client.goodbye(accepted.agent, goodbye.error)
         finally:
             self._client.close()  # the listen thread ends after the goodbye, and closes its own client
             _open_links.discard(self)
@@ -290,7 +292,7 @@ class AgentLink:
         """Sends a report. On an error the report goes back to its source, to be sent again, and the error is raised.
 
         hello: the registration message of the agent to which the report belongs.
-        final: True for the last report, after which the daemon gets the goodbye message.
+        final: True for the last report of a training that did not fail.
         """
         applied = self._knobs.take_applied()
         try:

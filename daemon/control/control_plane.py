@@ -97,7 +97,7 @@ class ControlPlane:
         self.registry.check_free(hello)
         self.retention.admit(hello, owner)
         same = held is not None and held.hello.agent == hello.agent
-        member = held if held and same else Member(hello=hello, seen_mono=0.0, last_seen=now)
+        member = held if held and same else Member(hello=hello, seen_mono=0.0, last_seen=now, since=now)
         seated = AgentRecord(
             hello=hello, liveness="live", last_seen=now, step=member.step,
             applied_generation=member.applied_generation, last_report=member.last_report, owner=owner,
@@ -109,7 +109,7 @@ class ControlPlane:
             self._reset(run, hello, knobs, seated, taken_over)
         else:
             self.store.save(run.name, notes=taken_over, agents=[seated])
-        member.hello, member.finished, member.owner = hello, False, owner
+        member.hello, member.ended, member.owner = hello, None, owner
         self._ranks.mark_seen(member)
         if held is not None:
             self.registry.agents.pop(held.hello.agent, None)
@@ -130,7 +130,10 @@ class ControlPlane:
             detail = f"The report of step {report.step} is older than what rank {member.hello.rank} has reported since."
             raise ProblemError(409, "past-report", detail)
         self._ranks.mark_live(run, member)
-        self.step_writer.add(member, member.add_report(report))
+        steps = member.add_report(report)
+        self.step_writer.add(member, steps)
+        if steps and run.is_restarted(member):
+            self._ranks.mend(run)
         rank = member.hello.rank
         if report.applied is not None:
             self._applied(run, member, report.applied.generation, report.applied.step)
@@ -152,16 +155,15 @@ class ControlPlane:
         self._ranks.mark_live(run, member)
         self._events.apply(run, VoteCast(member.hello.rank, vote.generation, vote.can, vote.reason, self._clock.wall()))
 
-    def goodbye(self, agent: str) -> None:
-        """Signs an agent off: its rank has finished. Idempotent."""
+    def goodbye(self, agent: str, error: str = "") -> None:
+        """Signs an agent off: its rank has finished, or failed by an exception of the type `error`. Idempotent."""
         name, rank = self.registry.agents.get(agent, ("", -1))
         if not name:
             self.registry.member(agent)  # raises
         run = self.registry.runs[name]
         member = run.members[rank]
-        if member.finished:
-            return
-        self._ranks.finish(run, member, f"rank {rank}", "")
+        if member.ended is None:
+            self._ranks.finish(run, member, f"rank {rank}", f"The training ended with {error}." if error else "", error)
 
     # ---- operators
 

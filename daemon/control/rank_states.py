@@ -1,5 +1,5 @@
-"""Changes the liveness of ranks (live, stale, lost, finished). Publishes each change as an event, and stores ranks that
-are lost or have finished."""
+"""Changes the liveness of ranks (live, stale, lost, failed, finished). Publishes each change as an event, and stores
+ranks that are lost, have failed or have finished."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tidegate.daemon.control.run import Clocks, Member, Run
 from tidegate.daemon.decisions.generations import RankJoined, RankLeft
 from tidegate.daemon.storage.records import AgentRecord
 from tidegate.daemon.storage.store import Store
+from tidegate.wire.base import Liveness
 
 
 class RankStates:
@@ -45,6 +46,8 @@ class RankStates:
         if not run.is_running:
             self._retention.check_quota(run, member.owner)
         self.mark_seen(member)
+        if run.breakdown is not None and not run.breakdown.error and not run.is_restarted(member):
+            self.mend(run)  # the network was cut: the process that was lost is there
         if member.hello.rank not in run.control.present:
             self._events.apply(run, RankJoined(member.hello.rank, fresh=False))
         if was != "live":
@@ -54,12 +57,21 @@ class RankStates:
         """Records that the rank has sent a message now, so that it is live."""
         member.seen_mono, member.last_seen, member.announced = self._clock.mono(), self._clock.wall(), "live"
 
-    def finish(self, run: Run, member: Member, actor: str, reason: str) -> None:
-        """Marks a rank as finished, because it said goodbye or will not return."""
+    def mend(self, run: Run) -> None:
+        """Forgets the breakdown of a run that goes on again."""
+        self._store.save(run.name, runs=[run.stored(None)])
+        run.breakdown = None
+
+    def finish(self, run: Run, member: Member, actor: str, reason: str, error: str = "") -> None:
+        """Marks a rank as finished, because it said goodbye or will not return; as failed if `error` names the type of
+        the exception by which it ended."""
+        state: Liveness = "failed" if error else "finished"
         rank, at = member.hello.rank, self._clock.wall()
-        record = replace(self.record(member), liveness="finished")
-        self._store.save(run.name, agents=[record], notes=[note(run.name, at, actor, "goodbye", reason=reason)])
-        member.finished, member.announced = True, "finished"
+        record, breakdown = replace(self.record(member), liveness=state), run.breakdown_after(member, state, at, error)
+        row = note(run.name, at, actor, "failed" if error else "goodbye", reason=reason)
+        self._store.save(run.name, agents=[record], notes=[row], runs=[run.stored(breakdown)])
+        member.ended = member.announced = state
+        run.breakdown = breakdown
         self._events.apply(run, RankLeft(rank, at))
         run.directive_notifier.notify(member.hello.agent)
         self._registry.publish_liveness(run, member)
@@ -80,7 +92,9 @@ class RankStates:
         if state == "lost":
             rank, silent = member.hello.rank, self._registry.lost_seconds
             lost = note(run.name, at, "daemon", "lost", reason=f"Rank {rank} sent no message for {silent:g} s.")
-            self._store.save(run.name, agents=[self.record(member)], notes=[lost])
+            breakdown = run.breakdown_after(member, state, at)
+            self._store.save(run.name, agents=[self.record(member)], notes=[lost], runs=[run.stored(breakdown)])
+            run.breakdown = breakdown
             self._events.apply(run, RankLeft(rank, at))
         member.announced = state
         self._registry.publish_liveness(run, member)

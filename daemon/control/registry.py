@@ -69,7 +69,7 @@ class RunRegistry:
         if seat := self.agents.get(agent):
             run = self.runs[seat[0]]
             member = run.members[seat[1]]
-            if not member.finished:
+            if member.ended is None:
                 return run, member
         raise ProblemError(
             404, "unknown-agent", f"The daemon does not know agent {agent!r}: register it first (POST /v1/agents)."

@@ -10,7 +10,7 @@ from tidegate.daemon.control.audit_rows import note
 from tidegate.daemon.control.run import RECENT_STEPS, Clocks, Member, Run
 from tidegate.daemon.decisions.generations import COMMITTED_STATES, ControlState, Generation
 from tidegate.daemon.decisions.step_window import STEPS_KEPT
-from tidegate.daemon.storage.records import AgentRecord
+from tidegate.daemon.storage.records import AgentRecord, StoredRun
 from tidegate.daemon.storage.row_reader import REMEDY
 from tidegate.daemon.storage.step_table import step_of
 from tidegate.daemon.storage.store import Store
@@ -27,7 +27,7 @@ def restore(
     waits for their vote. Of lost and finished ranks, the last `gone_kept` get their newest steps back, and the last
     `last_kept` their last step.
     """
-    found = (_run(store, name, created_at, clock) for name, created_at in store.runs().items())
+    found = (_run(store, stored, clock) for stored in store.runs())
     runs = {run.name: run for run in found if run is not None}
     agents: dict[str, tuple[str, int]] = {}
     newest = store.steps.newest_numbers()
@@ -82,8 +82,9 @@ def _recall_applied(run: Run, generations: list[Generation]) -> None:
                 member.applied[generation.number] = step
 
 
-def _run(store: Store, name: str, created_at: float, clock: Clocks) -> Run | None:
+def _run(store: Store, stored: StoredRun, clock: Clocks) -> Run | None:
     """The stored run; None if none of its committed generations can be read."""
+    name = stored.name
     generations = store.generations(name)
     committed = max((g for g in generations if g.state in COMMITTED_STATES), key=lambda g: g.number, default=None)
     if committed is None:
@@ -97,7 +98,7 @@ def _run(store: Store, name: str, created_at: float, clock: Clocks) -> Run | Non
         latest = replace(latest, state="aborted", decided_at=clock.wall(), outcome=why, canary=canary)
         row = note(name, clock.wall(), "daemon", "aborted", latest, before=committed.knobs, effect=why)
         store.save(name, [latest], [row])
-    return Run(name=name, created_at=created_at, control=control, latest=latest)
+    return Run(name=name, created_at=stored.created_at, control=control, latest=latest, breakdown=stored.breakdown)
 
 
 def _member(record: AgentRecord, lease_seconds: float, clock: Clocks) -> Member:
@@ -106,7 +107,8 @@ def _member(record: AgentRecord, lease_seconds: float, clock: Clocks) -> Member:
         hello=record.hello,
         seen_mono=clock.mono() - lease_seconds * 1.001 if here else -math.inf,
         last_seen=record.last_seen,
-        finished=record.liveness == "finished",
+        since=record.last_seen,
+        ended=record.liveness if record.liveness in ("finished", "failed") else None,
         announced="stale" if here else record.liveness,
         step=record.step,
         applied_generation=record.applied_generation,

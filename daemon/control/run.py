@@ -15,11 +15,12 @@ from tidegate.daemon.control.step_memory import memory_of
 from tidegate.daemon.control.timelines import Timelines
 from tidegate.daemon.decisions.generations import ControlState, Generation
 from tidegate.daemon.decisions.step_window import StepFigures, StepWindow
-from tidegate.daemon.storage.records import LastReport
+from tidegate.daemon.storage.records import LastReport, StoredRun
 from tidegate.wire.agent import AgentHello, AgentReport, Rates
 from tidegate.wire.base import KnobChanges, Liveness
 from tidegate.wire.event import Event
 from tidegate.wire.evidence import ModelEvidence
+from tidegate.wire.run import Breakdown
 from tidegate.wire.step import StepReport
 
 RECENT_STEPS: Final = 20
@@ -101,7 +102,10 @@ class Member:
     """Time of the last message in seconds since the epoch."""
     owner: str = ""
     """Id of the token that the agent used."""
-    finished: bool = False
+    since: float = 0.0
+    """Time at which the agent registered, in seconds since the epoch."""
+    ended: Liveness | None = None
+    """`finished` or `failed` after the agent's goodbye; None before."""
     announced: Liveness = "live"
     """The liveness that was last published as an event and in the audit log."""
     step: int = 0
@@ -123,8 +127,8 @@ class Member:
     window: StepWindow = field(default_factory=StepWindow)
 
     def liveness(self, now: float, lease_seconds: float) -> Liveness:
-        if self.finished:
-            return "finished"
+        if self.ended is not None:
+            return self.ended
         return "lost" if self.seen_mono == -math.inf else liveness(now - self.seen_mono, lease_seconds)
 
     def add_report(self, report: AgentReport) -> tuple[StepReport, ...]:
@@ -206,6 +210,8 @@ class Run:
     """The newest generation in any state. Its number is the ETag that If-Match must name."""
     members: dict[int, Member] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    breakdown: Breakdown | None = None
+    """How the run broke down; None if it did not, or goes on again."""
     event_notifier: Notifier = field(default_factory=Notifier)
     """Wakes the requests that wait for the next event of this run."""
     directive_notifier: Notifier = field(default_factory=Notifier)
@@ -240,6 +246,27 @@ class Run:
     def last_seen(self) -> float:
         """Time of the last message of any rank, in seconds since the epoch."""
         return max((member.last_seen for member in self.members.values()), default=self.created_at)
+
+    def stored(self, breakdown: Breakdown | None) -> StoredRun:
+        """The run as it is stored, with this breakdown."""
+        return StoredRun(name=self.name, created_at=self.created_at, breakdown=breakdown)
+
+    def is_restarted(self, member: Member) -> bool:
+        """Whether the rank's agent has registered since the run broke down."""
+        return self.breakdown is not None and member.since >= self.breakdown.at
+
+    def breakdown_after(self, member: Member, state: Liveness, at: float, error: str = "") -> Breakdown | None:
+        """The breakdown of the run once `member` has the liveness `state` (lost, failed or finished). The first failure
+        since the last start counts: those of other ranks are its consequences. `error`: name of the exception's type.
+        """
+        known, rank = self.breakdown, member.hello.rank
+        if error and (known is None or not known.error or self.is_restarted(member)):
+            lost = known is not None and known.lost
+            return Breakdown(at=at, rank=rank, step=member.step, error=error, lost=lost)
+        announced = {state, *(other.announced for other in self.members.values() if other is not member)}
+        if known is None and "lost" in announced and not self.control.present - {rank}:
+            return Breakdown(at=at, rank=rank, step=member.step, lost=True)
+        return known
 
     @property
     def world_size(self) -> int:

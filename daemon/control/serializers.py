@@ -57,7 +57,8 @@ def run_view(run: Run, states: dict[int, Liveness]) -> RunView:
     lead = run.lead
     return RunView(
         run=run.name,
-        liveness=of_run(states.values()),
+        liveness=of_run(states.values(), run.breakdown),
+        breakdown=run.breakdown,
         device_kind=lead[1].hello.device_kind if lead else "emulated",
         world_size=run.world_size,
         step=max((m.step for m in members), default=0),

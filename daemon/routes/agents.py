@@ -25,6 +25,7 @@ from tidegate.daemon.security.scopes import AGENT_OF_ANY_RUN, READ, READ_OF_ANY_
 from tidegate.errors import KnobError
 from tidegate.knobs.knobs import Knobs, specs_for
 from tidegate.wire.agent import PROTOCOL_VERSION, AgentHello, AgentReport, Directive, Lease, RefusedAgents, Vote
+from tidegate.wire.base import ErrorName
 
 _HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,294}:(?P<port>[0-9]{1,5})")
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
@@ -44,6 +45,12 @@ class DirectiveQuery(WaitQuery):
 
     committed: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     proposed: Annotated[int | None, Field(ge=-1, lt=2**63)] = None
+
+
+class GoodbyeQuery(BaseModel):
+    """Query of a goodbye. `error`: name of the type of the exception that ended the training; empty for none."""
+
+    error: ErrorName = ""
 
 
 @router.post("", status_code=201, dependencies=[AGENT_OF_ANY_RUN], responses=problem_responses(409))
@@ -119,9 +126,9 @@ async def vote(
 
 
 @router.delete("/{agent}", status_code=204, dependencies=[AGENT_OF_ANY_RUN])
-async def goodbye(plane: Plane, agent: OwnAgent) -> None:
-    """Signs the agent off: its rank has finished."""
-    await plane.turns.do(plane.goodbye, agent)
+async def goodbye(plane: Plane, agent: OwnAgent, query: Annotated[GoodbyeQuery, Query()]) -> None:
+    """Signs the agent off: its rank has finished, or failed if `error` names the type of an exception."""
+    await plane.turns.do(plane.goodbye, agent, query.error)
 
 
 @refused_router.get("/v1/refused-agents", dependencies=[READ])

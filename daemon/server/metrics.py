@@ -1,5 +1,5 @@
-"""The daemon's own metrics: number of ranks by liveness, committed generation of each run, refused agents, requests and
-refused connections. Liveness and generations are read from the control plane at each scrape."""
+"""The daemon's own metrics: number of ranks by liveness, broken runs, committed generation of each run, refused agents,
+requests and refused connections. Liveness and generations are read from the control plane at each scrape."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tidegate.daemon.security.refused_agents import RefusedAgentsBook
 from tidegate.metrics.catalogue import BY_NAME
 from tidegate.metrics.family import AGENT_REFUSALS, SECONDS_BUCKETS
 from tidegate.wire.base import Liveness
+from tidegate.wire.run import BROKEN_SECONDS
 
 STATES: Final[tuple[Liveness, ...]] = get_args(Liveness)
 
@@ -32,19 +33,25 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         agents = GaugeMetricFamily("tidegate_agents", BY_NAME["tidegate_agents"].help, labels=["run", "state"])
+        name = "tidegate_run_broken"
+        broken = GaugeMetricFamily(name, BY_NAME[name].help, labels=["run", "state", "error"])
         name = "tidegate_desired_generation"
         generations = GaugeMetricFamily(name, BY_NAME[name].help, labels=["run"])
         for run in self._plane.registry.runs.values():
             count = Tally(self._plane.registry.states(run).values())
             for state in STATES:
                 agents.add_metric([run.name, state], count[state])
+            known = run.breakdown if time.time() - run.last_seen < BROKEN_SECONDS else None
+            error = known.error if known else ""
+            broken.add_metric([run.name, "failed", error], bool(error))
+            broken.add_metric([run.name, "lost", ""], known is not None and known.lost)
             generations.add_metric([run.name], run.control.committed.number)
         name = "tidegate_refused_agents"
         refused = GaugeMetricFamily(name, BY_NAME[name].help, labels=["reason"])
         addresses = Tally(one.reason for one in self._refused_agents.current())
         for reason in AGENT_REFUSALS:
             refused.add_metric([reason], addresses[reason])
-        yield from (agents, generations, refused)
+        yield from (agents, broken, generations, refused)
 
 
 def refused_connections(registry: CollectorRegistry) -> Counter:

@@ -17,6 +17,7 @@ from tidegate.wire.agent import AgentHello, Rates
 from tidegate.wire.audit import AuditRow
 from tidegate.wire.base import Duration, Finite, KnobChanges, Label, Liveness, Message, RunName
 from tidegate.wire.evidence import ModelEvidence
+from tidegate.wire.run import Breakdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class StoredRun(Message):
 
     name: RunName
     created_at: Finite
+    breakdown: Breakdown | None = None
 
 
 _AGENT: Final = TypeAdapter(AgentRecord)
@@ -75,10 +77,12 @@ def generation_row(run: str, generation: Generation) -> GenerationRow:
     return GenerationRow(run=run, **_GENERATION.dump_python(generation, mode="json"))
 
 
-def run_of(row: RunRow) -> tuple[str, float]:
-    """Name and time of creation of a run."""
-    run = StoredRun(name=row.name, created_at=row.created_at)
-    return run.name, run.created_at
+def run_of(row: RunRow) -> StoredRun:
+    return StoredRun.model_validate(row, from_attributes=True)
+
+
+def run_row(run: StoredRun) -> RunRow:
+    return RunRow(**run.model_dump(mode="json"))
 
 
 def audit_of(row: AuditEntry) -> AuditRow:

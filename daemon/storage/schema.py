@@ -32,6 +32,8 @@ class RunRow(Base):
     __tablename__ = "runs"
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     created_at: Mapped[float]
+    breakdown: Mapped[dict[str, Any] | None]
+    """How the run broke down: see `Breakdown`; None if it did not, or goes on again."""
 
 
 class GenerationRow(Base):

@@ -32,6 +32,7 @@ from tidegate.daemon.storage.off_loop import off_loop
 from tidegate.daemon.storage.records import (
     AgentRecord,
     AuditNote,
+    StoredRun,
     agent_of,
     agent_row,
     audit_entry,
@@ -39,6 +40,7 @@ from tidegate.daemon.storage.records import (
     generation_of,
     generation_row,
     run_of,
+    run_row,
 )
 from tidegate.daemon.storage.row_reader import RowReader
 from tidegate.daemon.storage.schema import AgentRow, AlertRow, AuditEntry, CounterRow, GenerationRow, RunRow, StepRow
@@ -110,10 +112,10 @@ class Store:
 
     # ---- runs and generations
 
-    def runs(self) -> dict[str, float]:
-        """Every run that can be read, with its time of creation in seconds since the epoch."""
+    def runs(self) -> list[StoredRun]:
+        """Every run that can be read, oldest first."""
         with self._reading() as session:
-            return dict(self.row_reader.each(session.scalars(select(RunRow).order_by(RunRow.created_at)), run_of))
+            return list(self.row_reader.each(session.scalars(select(RunRow).order_by(RunRow.created_at)), run_of))
 
     def run_names(self) -> set[str]:
         """The names of all stored runs, including runs that cannot be read."""
@@ -134,6 +136,7 @@ class Store:
         generations: Iterable[Generation] = (),
         notes: Iterable[AuditNote] = (),
         agents: Iterable[AgentRecord] = (),
+        runs: Iterable[StoredRun] = (),
         alerts: Iterable[KnownAlert] = (),
         deleted_alerts: Iterable[tuple[str, str]] = (),
     ) -> None:
@@ -146,6 +149,8 @@ class Store:
                 session.merge(generation_row(run, generation))
             for agent in agents:
                 session.merge(agent_row(agent))
+            for stored in runs:
+                session.merge(run_row(stored))
             alert_table.change(session, alerts, deleted_alerts)
             session.add_all(audit_entry(note) for note in notes)
 

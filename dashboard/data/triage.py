@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tidegate import units
-from tidegate.client.step_stats import StepSummary, last_figures
+from tidegate.client.step_stats import StepSummary, failure, last_figures
 from tidegate.timeline.verdict import NO_KNOB, remedy_for
 from tidegate.wire.alert import SEVERITIES, AlertView
 from tidegate.wire.prediction import Advice
-from tidegate.wire.run import RunView
+from tidegate.wire.run import BROKEN_SECONDS, RunView
 
 NOTEWORTHY_WAIT_SHARE: Final = 0.1
 """Share of the step above which waiting leads to a suggestion to change knobs."""
@@ -22,12 +22,10 @@ model recommends a change of knobs."""
 NEARLY_FULL_SHARE: Final = 0.95
 """Used share of device memory above which the memory counts as nearly full."""
 LOST, FIRING, FULL, LATE, WAITING, LARGE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
-"""Urgency of a task; lower is more urgent, and a fraction orders tasks of one kind. A rank is lost; an alert fires; the
-device memory is nearly full; a rank is late (stale; it usually comes back); a run waits for a large share of its steps;
-its update is a large share of the step."""
+"""Urgency of a task; lower is more urgent, and a fraction orders tasks of one kind. A rank is lost or has failed; an
+alert fires; the device memory is nearly full; a rank is late (stale; it usually comes back); a run waits for a large
+share of its steps; its update is a large share of the step."""
 LOOK: Final = "See what holds it up."
-LOST_SECONDS: Final = 86_400.0
-"""Time in seconds since the last message of a lost run after which no task (suggested action) is shown for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +66,10 @@ def _newest_first(runs: Iterable[RunView]) -> list[RunView]:
 
 def task(run: RunView, alerts: Sequence[AlertView], now: float) -> Task | None:
     """The suggested action for this run now; None if there is none."""
-    if run.liveness == "finished" or (run.liveness == "lost" and now - run.last_seen > LOST_SECONDS):
+    if run.liveness == "finished" or (run.liveness in ("failed", "lost") and now - run.last_seen > BROKEN_SECONDS):
         return None
+    if run.liveness == "failed":
+        return Task(run=run.run, urgency=LOST, sentence=f"{failure(run)} Read its log.", page="run")
     if run.liveness in ("lost", "stale"):
         return _silent(run, now)
     return _fires(run.run, alerts) or _full(run) or _slow(run)

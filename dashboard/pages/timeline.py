@@ -104,7 +104,9 @@ def _draw(context: PageContext, view: TimelineView | None) -> None:
         if predicted is None:
             st.caption("No prediction of this step: it needs measured rates and a timeline that was sent whole.")
     snapshot = queries.snapshot_reading(context.url, context.run, context.rank).value
-    gone = snapshot is not None and bool(snapshot.rank.step) and snapshot.rank.liveness in ("lost", "finished")
+    gone = (
+        snapshot is not None and bool(snapshot.rank.step) and snapshot.rank.liveness in ("lost", "failed", "finished")
+    )
     gantt.chart(view, predicted, scope, st.session_state["gantt_critical"], gone)
     if view is not None:
         left, right = st.columns([3, 2], gap="medium")

@@ -50,7 +50,7 @@ colour."""
 
 CAUSE: Final = {**LANE, "lock": "#F0E442", "collective": "#0072B2", "dispatch": GREY}
 
-LIVENESS: Final = {"live": "#009E73", "stale": "#E69F00", "lost": "#D55E00", "finished": GREY}
+LIVENESS: Final = {"live": "#009E73", "stale": "#E69F00", "lost": "#D55E00", "failed": "#D55E00", "finished": GREY}
 
 KIND_NAME: Final = {
     "state_h2d": "state in",

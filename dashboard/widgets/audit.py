@@ -17,7 +17,7 @@ from tidegate.wire.audit import AuditRow
 SHOWN: Final = 100
 DEPTHS: Final = (500, 5_000)
 COLUMNS: Final = ("when", "who", "what", "gen.", "change", "why", "effect")
-_BAD: Final = ("refused", "aborted", "superseded", "condemned", "alert_firing")
+_BAD: Final = ("refused", "aborted", "superseded", "condemned", "failed", "alert_firing")
 _GOOD: Final = ("applied", "promoted", "alert_resolved")
 
 

@@ -52,9 +52,9 @@ def _details(snapshot: Snapshot, now: float) -> list[str]:
     run, rank = snapshot.run, snapshot.rank
     device = {"cuda": "CUDA", "emulated": "emulated device"}[rank.device_kind]
     details = [f"rank {rank.rank} of {run.world_size}", device, rank.host, f"step {units.integer(rank.step)}"]
-    if run.liveness == "finished":
+    if run.liveness in ("failed", "finished"):
         lasted = units.age(max(0.0, rank.last_seen - rank.started_at))
-        return [*details, f"finished {units.age(now - rank.last_seen)} ago, after {lasted}"]
+        return [*details, f"{run.liveness} {units.age(now - rank.last_seen)} ago, after {lasted}"]
     details += [f"in {rank.phase}", f"last message {units.age(now - rank.last_seen)} ago"]
     if snapshot.steps:
         details.append(f"last step ended {units.age(now - snapshot.steps[-1].timestamp)} ago")

@@ -74,7 +74,9 @@ def input_series(case: Case) -> list[dict[str, str]]:
         of_family = [labels for known, labels, _ in recorded() if known == name]
         labels = {**of_family[0], **changed}
         assert labels not in of_family, f"{selector} was recorded"
-        assert all(value in BY_NAME[name].labels[label] for label, value in changed.items()), "no such value"
+        assert all(value in BY_NAME[name].labels.get(label, (value,)) for label, value in changed.items()), (
+            "no such value"
+        )
         text = ",".join(f'{label}="{value}"' for label, value in labels.items())
         found.append({"series": f"{name}{{{text}}}", "values": values})
     missed = {(asked, *inside.items()) for asked, inside, _ in wanted} - used

@@ -18,7 +18,7 @@ from tidegate.knobs.knobs import KnobKind, KnobValue, show
 from tidegate.terminal import say, visible
 from tidegate.wire.knobs import GenerationView, KnobBound, KnobsView, MeasuredEffect, RankKnobs
 from tidegate.wire.prediction import KnobPreview, PredictedUpdate
-from tidegate.wire.run import RankView, RunView
+from tidegate.wire.run import BROKEN_SECONDS, RankView, RunView
 
 ENDED_SHOWN: Final = 3
 # If the output is not a terminal, columns are not narrowed to a terminal's width.
@@ -47,9 +47,12 @@ def print_runs(runs: Sequence[RunView], refused: Sequence[str] = (), everything:
 
 
 def default_runs(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that are shown by default: all running ones, also those that have lost some ranks; if no run is running,
-    the newest ended ones (at most ENDED_SHOWN). runs: all runs, newest first."""
-    return [run for run in runs if run.is_running] or list(runs[:ENDED_SHOWN])
+    """The runs that are shown by default: all running ones, also those that have lost some ranks, and those that have
+    failed in the last day; if there is none, the newest ended ones (at most ENDED_SHOWN). runs: all runs, newest first.
+    """
+    failed_since = time.time() - BROKEN_SECONDS
+    shown = [run for run in runs if run.is_running or (run.liveness == "failed" and run.last_seen > failed_since)]
+    return shown or list(runs[:ENDED_SHOWN])
 
 
 def verdict_now(run: RunView) -> str:

@@ -119,9 +119,9 @@ class DaemonClient:
         path = path_of("agents", agent, "votes")
         return self._transport.ask(Directive, "POST", path, body=message, query={"wait": wait}, wait=wait)
 
-    def goodbye(self, agent: str) -> None:
-        """Signs the agent off: its rank has finished."""
-        self._transport.send("DELETE", path_of("agents", agent))
+    def goodbye(self, agent: str, error: str = "") -> None:
+        """Signs the agent off: its rank has finished, or failed by an exception of the type `error`."""
+        self._transport.send("DELETE", path_of("agents", agent), query={"error": error} if error else {})
 
     # ---- operators
 

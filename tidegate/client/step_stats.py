@@ -112,6 +112,8 @@ def tokens_per_second(steps: Sequence[StepReport]) -> float | None:
 
 def verdict(run: RunView, figures: StepSummary, now: float) -> str:
     """One sentence on what the run spends its time on, or why that is unknown."""
+    if run.liveness == "failed":
+        return failure(run)
     if run.liveness == "lost":
         return f"Lost: no message from {_silent(run, 'lost')} for {units.age(now - _last_word(run, 'lost'))}."
     if run.liveness == "stale":
@@ -130,6 +132,15 @@ def verdict(run: RunView, figures: StepSummary, now: float) -> str:
     if run.liveness == "finished":
         return f"Finished after {units.integer(run.step)} steps: {said}."
     return f"{said[0].upper()}{said[1:]}."
+
+
+def failure(run: RunView) -> str:
+    """Sentence on a run that an exception has ended: `Failed after 1,391 steps: StateLost on rank 0.`"""
+    known = run.breakdown
+    if known is None:
+        return "Failed."
+    steps = f"after {units.integer(known.step)} steps" if known.step else "before its first step"
+    return f"Failed {steps}: {known.error} on rank {known.rank}."
 
 
 def _without_figures(run: RunView) -> str:

@@ -269,7 +269,14 @@ METRICS: Final[tuple[Metric, ...]] = (*_STEPS, *_LINKS, *_PATHS, *_MACHINE, *_CO
 
 DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     _gauge(
-        "agents", "agents", {"state": ("live", "stale", "lost", "finished")}, "Ranks by run and state.",
+        "agents", "agents", {"state": ("live", "stale", "lost", "failed", "finished")}, "Ranks by run and state.",
+        screen="Header", owner="daemon",
+    ),
+    _gauge(
+        "run_broken", "1", {"state": ("failed", "lost")},
+        "1 for a run of which a rank failed by an exception (failed; label error has its type), or of which no rank was "
+        "left and one at least was lost (lost): for a day, or until a rank that was started since has finished a step; "
+        "else 0.",
         screen="Header", owner="daemon",
     ),
     _gauge(
@@ -295,7 +302,7 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
         unseen="The daemon's own health.", owner="daemon",
     ),
 )  # fmt: skip
-"""The metric families that the daemon exports. They also have the label `run`, and the families of requests have
-`route`, `method` and `status`; the values of these labels are not a closed set."""
+"""The metric families that the daemon exports. They also have the label `run`, `tidegate_run_broken` has `error`,
+and the families of requests have `route`, `method` and `status`; the values of these labels are not a closed set."""
 
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS + DAEMON_METRICS}

@@ -43,7 +43,9 @@ Rank = Annotated[int, Field(strict=True, ge=0, lt=1_000_000)]
 # The validator checks the bound, with a better message than a bound of the field.
 PathName = Annotated[str, AfterValidator(check_path_name), WithJsonSchema({"type": "string", "maxLength": 32})]
 DeviceKind = Literal["cuda", "emulated"]
-Liveness = Literal["live", "stale", "lost", "finished"]
+Liveness = Literal["live", "stale", "lost", "failed", "finished"]
+ErrorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{0,64}$")]
+"""Name of the type of an exception; empty for none."""
 KnobText = Annotated[str, Field(max_length=4096)]
 """A knob's value as text. The limit is enough for a `tier_split` of 64 paths with names of 32 characters."""
 KnobChanges = Annotated[dict[Key, Value | Whole | KnobText], Field(max_length=128)]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 from tidegate.wire.base import (
     Count,
     DeviceKind,
+    ErrorName,
+    Flag,
     KnobChanges,
     Label,
     Liveness,
@@ -16,6 +20,9 @@ from tidegate.wire.base import (
     SumBy,
 )
 from tidegate.wire.step import StepReport
+
+BROKEN_SECONDS: Final = 86_400.0
+"""Time since the last message of a broken run for which it is news."""
 
 
 class RankView(Message):
@@ -63,10 +70,33 @@ class RunTotals(Message):
     """Updated parameters, summed over ranks, by processor."""
 
 
+class Breakdown(Message):
+    """How a run broke down: a rank failed (an exception ended it), or no rank was left and one at least was lost. The
+    run stays broken until a rank that has registered since then has finished a step."""
+
+    at: float
+    rank: Rank
+    """The rank that failed first; if none failed, the last one that was lost."""
+    step: Count
+    """The last step of that rank."""
+    error: ErrorName = ""
+    """Name of the type of the exception; empty if no rank failed."""
+    lost: Flag = False
+    """Whether no rank was left and one at least was lost; ranks that were started again may have failed since."""
+
+    @property
+    def liveness(self) -> Literal["failed", "lost"]:
+        """Liveness of the run while no rank is there."""
+        return "failed" if self.error else "lost"
+
+
 class RunView(Message):
     run: RunName
     liveness: Liveness
-    """The worst liveness of the run's ranks; `finished` when all ranks have said goodbye."""
+    """The worst liveness of the run's ranks; `finished` when all ranks have said goodbye. `failed` or `lost` while the
+    run is broken and no rank is there."""
+    breakdown: Breakdown | None = None
+    """How the run broke down; None if it did not, or goes on again."""
     device_kind: DeviceKind
     world_size: Count
     step: Count

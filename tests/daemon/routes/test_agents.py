@@ -391,7 +391,7 @@ def test_a_hello_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(SQLAlchemyError):
             plane.hello(again, knobs)
         assert plane.registry.run("llama").members == {0: member}
-        assert (member.hello, member.finished, member.announced) == (first, True, "finished")
+        assert (member.hello, member.ended, member.announced) == (first, "finished", "finished")
     store.close()
 
 

@@ -65,7 +65,7 @@ def main(folder: Path, first: str) -> None:
         killed = killed_after(number, path)
         store = Store(f"sqlite:///{path}")
         assert [token.name for token in store.tokens.all()] == (["old"] if start.exists() else [])
-        assert store.runs() == {}
+        assert store.runs() == []
         store.close()
         if not killed:
             return

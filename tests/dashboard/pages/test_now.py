@@ -109,7 +109,7 @@ def test_what_goes_on_comes_first_and_the_newest_of_it() -> None:
 
 def test_who_is_lost_for_days_is_no_task() -> None:
     assert triage.task(run_of("r", "lost"), (), NOW + 60) is not None
-    assert triage.task(run_of("r", "lost"), (), NOW + 2 * triage.LOST_SECONDS) is None
+    assert triage.task(run_of("r", "lost"), (), NOW + 2 * triage.BROKEN_SECONDS) is None
 
 
 def test_the_worst_task_comes_first() -> None:
