@@ -274,10 +274,10 @@ DAEMON_METRICS: Final[tuple[Metric, ...]] = (
     ),
     _gauge(
         "run_broken", "1", {"state": ("failed", "lost")},
-        "1 for a run of which a rank failed by an exception (failed; label error has its type), or of which no rank was "
-        "left and one at least was lost (lost): for a day, or until a rank that was started since has finished a step; "
-        "else 0.",
-        screen="Header", owner="daemon",
+        "1 for a run of which a rank failed by an exception (failed; label error has its type), or of which no rank "
+        "was left and one at least was lost (lost): for a day, or until a rank that was started since has finished a "
+        "step; else 0.",
+        unseen="For alert rules; the header says how a run failed.", owner="daemon",
     ),
     _gauge(
         "desired_generation", "1", {}, "Newest committed generation of the run.", screen="Knobs", owner="daemon"

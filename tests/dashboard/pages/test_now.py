@@ -22,7 +22,7 @@ from tidegate.errors import DaemonUnreachable
 from tidegate.wire.alert import AlertView
 from tidegate.wire.base import Liveness
 from tidegate.wire.prediction import Advice
-from tidegate.wire.run import RankView, RunView
+from tidegate.wire.run import Breakdown, RankView, RunView
 from tidegate.wire.step import StallRow, StepReport
 
 NOW = 1000.0
@@ -71,6 +71,14 @@ BLOCKED = CALM.model_copy(update={"stalls": (StallRow(phase="update", cause="col
             "Look at process 4711 on gpu-1: rank 0 sent no message for 3 min 20 s.",
         ),
         (run_of("r", "stale", last_seen=NOW - 12), (), "run", "for 12 s."),
+        (
+            run_of("r", "failed").model_copy(
+                update={"breakdown": Breakdown(at=NOW, rank=1, step=1391, error="StateLost")}
+            ),
+            (alert_of("critical"),),
+            "run",
+            "Failed after 1\u202f391 steps: StateLost on rank 1. Read its log.",
+        ),
         (run_of("r", step=STALLED), (), "tune", "13 % of each step is spent waiting for h2d."),
         (run_of("r", step=STALLED), (alert_of("warning"),), "alerts", "too slow. Turn stride."),
         (run_of("r", step=CALM), (alert_of("info", "none"),), "alerts", "too slow."),
@@ -109,6 +117,7 @@ def test_what_goes_on_comes_first_and_the_newest_of_it() -> None:
 
 def test_who_is_lost_for_days_is_no_task() -> None:
     assert triage.task(run_of("r", "lost"), (), NOW + 60) is not None
+    assert triage.task(run_of("r", "failed"), (), NOW + 2 * triage.BROKEN_SECONDS) is None
     assert triage.task(run_of("r", "lost"), (), NOW + 2 * triage.BROKEN_SECONDS) is None
 
 
