@@ -31,7 +31,7 @@ def test_liveness(silent: float, expected: Liveness) -> None:
     ],
 )
 def test_of_run(ranks: list[Liveness], expected: Liveness) -> None:
-    assert of_run(ranks) == expected
+    assert of_run(ranks, None) == expected
 
 
 def steps(*seconds: float, first: int = 1) -> list[StepFigures]:
