@@ -52,10 +52,13 @@ class WriterLock:
 
     def take(self, directory: Path) -> None:
         """Locks an existing directory. Does nothing if this object has already locked it. CheckpointTaken when another
-        process or optimizer has locked it."""
+        process or optimizer has locked it. CheckpointFailed when this object has locked it on another file system: that
+        one is no longer mounted, and a checkpoint would be written to the directory below it."""
         key = inode_of(os.stat(directory))
         if key in self._mine:
             return
+        if any(directory == locked and device != key[0] for (device, _), locked in self._mine.items()):
+            raise CheckpointFailed(_moved_message(directory))
         if key in _held:
             raise CheckpointTaken(_taken_message(directory, "another optimizer of this process"))
         with DelayInterrupt():  # so that the holder of the lock is recorded before KeyboardInterrupt is raised
@@ -174,6 +177,14 @@ def _wrong_kind_message(path: Path, mode: int) -> str:
     return (
         f"{path.parent} cannot be written: {path.name}, which should be the lock file, is "
         f"{kind_of_entry(mode)}. Find out who created it, and remove it."
+    )
+
+
+def _moved_message(directory: Path) -> str:
+    """Message for a directory that is on another file system than at the last checkpoint."""
+    return (
+        f"{directory} is on another file system than at the last checkpoint: the one that it was on is probably no "
+        "longer mounted. Nothing was written. Mount it again, or give another directory."
     )
 
 

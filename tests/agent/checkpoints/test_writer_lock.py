@@ -8,7 +8,9 @@ import gc
 import json
 import multiprocessing as mp
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +258,26 @@ def test_whoever_saves_lets_other_users_see_that_it_is_locked(tmp_path: Path) ->
             assert (tmp_path / writer_lock.LOCK_FILE).stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)
+
+
+def test_a_directory_whose_file_system_is_no_longer_mounted_is_refused(tmp_path: Path) -> None:
+    disk, below = tmp_path / "disk", Path(tempfile.mkdtemp(dir="/dev/shm"))
+    disk.mkdir()
+    directory = tmp_path / "checkpoints"
+    directory.symlink_to(disk)
+    try:
+        with Run() as run:
+            run.steps(0, 1)
+            run.optimizer.save_checkpoint(directory)
+            directory.unlink()
+            directory.symlink_to(below)
+            with pytest.raises(CheckpointFailed, match="is on another file system than at the last checkpoint"):
+                run.optimizer.save_checkpoint(directory)
+            assert list(below.iterdir()) == []
+            directory.unlink()
+            directory.symlink_to(disk)
+            run.steps(1, 2)
+            run.optimizer.save_checkpoint(directory)
+            assert [entry.name for entry in disk.glob("step-*")] == ["step-2"]
+    finally:
+        shutil.rmtree(below)
