@@ -115,7 +115,10 @@ struct IoQueue {
     for (;;) {
       std::shared_ptr<IoTransfer> transfer;
       wake.wait(lock, [&] { return (transfer = next()) || (closed && reads.waiting.empty() && writes.waiting.empty()); });
-      if (!transfer) return;
+      if (!transfer) {
+        wake.notify_all();  // those that the limit of a direction has kept waiting while blocks were left
+        return;
+      }
       const size_t block = begin_block(*transfer);
       lock.unlock();
       const BlockOutcome outcome = move_block(transfer->request, transfer->direct, block);

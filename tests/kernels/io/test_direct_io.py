@@ -70,6 +70,9 @@ def _no_thread_is_left() -> Iterator[None]:
     _of_others.update(task.name for task in io_threads())
     yield
     gc.collect()
+    end = time.monotonic() + 5
+    while io_threads() and time.monotonic() < end:
+        time.sleep(0.001)  # the system lists a thread for a moment after it was joined
     assert io_threads() == []
 
 
@@ -415,6 +418,21 @@ def test_a_direction_leaves_threads_to_the_other(file: int, slow: Callable[[IoPo
     assert min(reads[0].end, reads[1].end) <= reads[2].start + 1e-3, "three reads at once"
     with pytest.raises(ValueError, match=r"kept_free is 2, must be in 0\.\.1"):
         IoPool(2, kept_free=2)
+
+
+def test_close_ends_threads_that_the_limit_of_a_direction_keeps_waiting(fds: list[int]) -> None:
+    fds += [os.open(name, os.O_RDONLY) for name in ("/dev/urandom", "/dev/null")]
+    random_file, empty_file = fds[-2:]
+    memory = aligned_buffer(1 << 20)
+    for _ in range(100):  # the failure must drop blocks while the third thread sleeps: about one time in ten
+        pool = IoPool(3, kept_free=1)
+        for _ in range(2):
+            pool.read(random_file, memory.ctypes.data, len(memory), 0, len(memory))
+        pool.read(empty_file, memory.ctypes.data, len(memory), 0, ALIGNMENT)  # fails at once: the file has no bytes
+        closing = threading.Thread(target=pool.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive(), "a thread was not woken"
 
 
 def test_a_write_does_not_wait_for_reads_in_line(file: int, slow: Callable[[IoPool], IoTicket]) -> None:
