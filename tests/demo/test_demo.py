@@ -195,6 +195,7 @@ def check_summary(folder: Path) -> None:
         "static_ratio": 0.25,
         "tier_split": "nvme:2,pfs:1",
         "host_cache": 12_000_000,
+        "order": "auto",
     }
     assert set(summary["subgroups"]) == {"device", "host", "nvme", "pfs"}
     assert min(summary["subgroups"].values()) > 0
