@@ -46,10 +46,14 @@ def heard_by(tmp_path: Path) -> Iterator[tuple[Alertmanager, list[Message]]]:
         yield manager, heard
 
 
-def post(manager: Alertmanager, name: str, severity: str, *, ends: bool = False, **labels: str) -> None:
-    alert: Message = {"labels": {"alertname": name, "severity": severity, **labels}}
-    alert |= {"endsAt": datetime.now(UTC).isoformat()} if ends else {}
-    httpx.post(f"{manager.url}/api/v2/alerts", json=[alert], trust_env=False).raise_for_status()
+def alert(name: str, severity: str, *, ends: bool = False, **labels: str) -> Message:
+    found: Message = {"labels": {"alertname": name, "severity": severity, **labels}}
+    return found | ({"endsAt": datetime.now(UTC).isoformat()} if ends else {})
+
+
+def post(manager: Alertmanager, *alerts: Message) -> None:
+    """Sends alerts as Prometheus does: those of one evaluation in one request, in this order."""
+    httpx.post(f"{manager.url}/api/v2/alerts", json=alerts, trust_env=False).raise_for_status()
 
 
 def told(heard: list[Message], name: str) -> list[str]:
@@ -61,11 +65,11 @@ def test_a_critical_alert_is_told_for_itself_beside_others_of_its_run(
     heard_by: tuple[Alertmanager, list[Message]],
 ) -> None:
     manager, heard = heard_by
-    post(manager, "TidegatePathSlow", "warning", run="llama")
+    post(manager, alert("TidegatePathSlow", "warning", run="llama"))
     until(lambda: told(heard, "TidegatePathSlow"), "the warning", 20)
-    post(manager, "TidegateAgentLost", "critical", run="llama")
+    post(manager, alert("TidegateAgentLost", "critical", run="llama"))
     until(lambda: told(heard, "TidegateAgentLost") == ["firing"], "the critical alert", 20)
-    post(manager, "TidegateAgentLost", "critical", ends=True, run="llama")
+    post(manager, alert("TidegateAgentLost", "critical", ends=True, run="llama"))
     until(lambda: told(heard, "TidegateAgentLost") == ["firing", "resolved"], "its end", 20)
     own = [message for message in heard if message["groupLabels"].get("alertname") == "TidegateAgentLost"]
     assert [message["groupLabels"] for message in own] == [{"alertname": "TidegateAgentLost", "run": "llama"}] * 2
@@ -73,10 +77,13 @@ def test_a_critical_alert_is_told_for_itself_beside_others_of_its_run(
 
 
 def test_one_lost_rank_is_not_told_where_all_are_lost(heard_by: tuple[Alertmanager, list[Message]]) -> None:
-    """Both come within one evaluation, the cause last."""
+    """Both come with one evaluation, the cause last."""
     manager, heard = heard_by
-    post(manager, "TidegateAgentLost", "critical", run="llama")
-    post(manager, "TidegateAllAgentsLost", "critical", run="llama")
+    post(
+        manager,
+        alert("TidegateAgentLost", "critical", run="llama"),
+        alert("TidegateAllAgentsLost", "critical", run="llama"),
+    )
     until(lambda: told(heard, "TidegateAllAgentsLost"), "the alert", 20)
     time.sleep(0.5)
     assert told(heard, "TidegateAgentLost") == []
