@@ -23,11 +23,12 @@ def ratios(of: Sequence[float], by: Sequence[float]) -> list[float]:
 
 
 def bytes_between(spans: Iterable[Span], start: float, end: float) -> float:
-    """Bytes that were transferred between `start` and `end`. A span that is partly inside counts in proportion."""
+    """Bytes that were transferred between `start` and `end`. A span that is partly inside counts in proportion. A span
+    without length is a transfer that was done before the one ahead of it on its lane: it counts whole."""
     return math.fsum(
-        span.nbytes * (min(span.end, end) - max(span.start, start)) / (span.end - span.start)
+        span.nbytes * ((min(span.end, end) - max(span.start, start)) / span.seconds if span.seconds > 0 else 1.0)
         for span in spans
-        if span.end > span.start and span.end > start and span.start < end
+        if span.end > start and span.start < end
     )
 
 
