@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Final, Literal
@@ -81,7 +80,7 @@ def device_loads(stack: ExitStack, device: Device, numel: int, piece_bytes: int)
 
         def copy(nbytes: int) -> float:
             assert len(host), "the buffer must live as long as it is copied"
-            device.copy(lane, [replace(one, nbytes=nbytes)]).wait()
+            device.copy(lane, [one._replace(nbytes=nbytes)]).wait()
             return float(nbytes)
 
         return Load(lane, partial(copy, piece_bytes), partial(copy, min(piece_bytes, SMALL)))

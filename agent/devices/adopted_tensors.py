@@ -74,21 +74,25 @@ class AdoptedTensors:
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether one of the tracked tensors contains all of the `nbytes` bytes that begin at `address`."""
-        return any(start <= address and address + nbytes <= end for start, end in self._near(address, nbytes))
+        end = address + nbytes
+        return any(start <= address and end <= stop for start, stop in self._near(address, nbytes))
 
     def overlaps(self, address: int, nbytes: int) -> bool:
         """Whether a tracked tensor contains at least one of the `nbytes` bytes that begin at `address`."""
-        return any(start < address + nbytes and address < end for start, end in self._near(address, nbytes))
+        end = address + nbytes
+        return any(start < end and address < stop for start, stop in self._near(address, nbytes))
 
-    def _near(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields start and end address of each tracked tensor that may overlap or touch the `nbytes` bytes that begin
-        at `address`. The caller must compare the addresses: a tensor that is only near may be included."""
+    def _near(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """Start and end address of each tracked tensor that may overlap or touch the `nbytes` bytes that begin at
+        `address`. The caller must compare the addresses: a tensor that is only near may be included."""
+        found = []
         for most_bytes, starts in self._starts.items():
-            for index in range(bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)):
-                start = starts[index]
+            first, last = bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)
+            for start in starts[first:last]:
                 one = self._young.get(start) or self._old[start]
                 if not _expired(one.cdata):
-                    yield start, start + one.nbytes
+                    found.append((start, start + one.nbytes))
+        return found
 
     def _living(self) -> Iterator[tuple[int, _Tensor]]:
         """Tensors whose storage is not freed, with their addresses."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +24,7 @@ from tidegate.kernels.dispatch import Task
 from tidegate.wire.base import DeviceKind
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Copy of `nbytes` from address `src` to address `dst`; one of them is on the device."""
 
     dst: int

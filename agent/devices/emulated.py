@@ -184,7 +184,7 @@ class EmulatedDevice:
                 self._check_copy(lane, one)
         except DeviceAccessError:
             return None  # `copy` raises it, in the lane
-        return copy_task([(one.dst, one.src, one.nbytes) for one in made], self._copy_rate(lane))
+        return copy_task(list(made), self._copy_rate(lane))
 
     def _copy_rate(self, lane: str) -> float:
         return self.rates.d2h_bytes_per_second if lane == D2H else self.rates.h2d_bytes_per_second

@@ -206,8 +206,11 @@ class Engine:
                 self.store.step += 1
             # All other writes of an update come after NORM, which this lane and the host wait for.
             self._order_after_framework(DEVICE)
+            batches = self._preparer.in_step(flight.plan)
+            self._executor.prepare(next(batches))
             self._executor.step(repeat=self.routing.stale_copies())
-            for batch in self._preparer.in_step(flight.plan):
+            for batch in batches:
+                self._executor.let_norm_run()
                 self._executor.prepare(batch)
             goes_on = self._executor.wait_for_norm()
             made_at = made.span()[1]  # NORM comes after it, and was waited for

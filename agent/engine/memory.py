@@ -51,6 +51,7 @@ class StateMemory:
         self.residence: list[Residence] = []
         self.mirror_valid: list[bool] = []
         self._state, self._mirror, self._gradient = (HostBuffers(device.host_buffer) for _ in range(3))
+        self._host_buffers = {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}
         self._resident: dict[int, int] = {}
         self._allocated_ahead: set[int] = set()
         """Subgroups for whose state `stage` has allocated device memory that no plan uses yet."""
@@ -72,6 +73,9 @@ class StateMemory:
         sizes = [layout.subgroup() for layout in self.layouts]
         self._device_slot_bytes = device_slot_bytes(sizes, gradients=self._slot_gradients)
         self._host_slot_bytes = host_slot_bytes(sizes, gradients=not self._slot_gradients)
+        state, weight, _ = self._host_slot_bytes
+        # Where state, weight and gradient begin in a host slot, in bytes.
+        self._in_host_slot = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}
         self._free_slots()
         self.host_slots.clear()
 
@@ -101,13 +105,10 @@ class StateMemory:
         """The address of a buffer in host memory. `place`: kind of the buffer, and number of its subgroup or host slot,
         as in `Op.host_state`, `Op.host_weight` and `Op.host_grad`."""
         kind, number = place
-        if kind.startswith("host_slot"):
-            state, weight, _ = self._host_slot_bytes
-            behind = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}[kind]
-            return self.host_slots[number].data_ptr() + behind
-        return {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}[kind][
-            number
-        ].data_ptr()
+        buffers = self._host_buffers.get(kind)
+        if buffers is not None:
+            return buffers[number].data_ptr()
+        return self.host_slots[number].data_ptr() + self._in_host_slot[kind]
 
     def on_device(self, subgroup: int, slot: int | None) -> int:
         """The device address of a subgroup's state: in this staging slot, or of the resident if `slot` is None."""

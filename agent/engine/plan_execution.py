@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
+from typing import NamedTuple
 
 from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.kernels.dispatch import Gate, Program, ProgramOp, Task, TaskList
@@ -17,8 +18,7 @@ IssuedRun = tuple[int, int, float, float]
 GATES = {"none": Gate.NONE, "gradient": Gate.GRADIENT, "step": Gate.STEP}
 
 
-@dataclass(frozen=True, slots=True)
-class IssuedOp:
+class IssuedOp(NamedTuple):
     """Result of issuing an op: the event at its end, the bytes that it moves, and the number of elements that it
     updates or reads."""
 
@@ -27,8 +27,7 @@ class IssuedOp:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedOp:
+class PreparedOp(NamedTuple):
     """An op that a lane runs without the interpreter.
 
     task: the native work.
@@ -55,7 +54,7 @@ class PlanExecution:
     """By number of the run. A lane's thread adds its result before it tells the dispatcher that the op has ended."""
     errors: dict[int, BaseException] = field(default_factory=dict)
     prepared: dict[int, PreparedOp] = field(default_factory=dict)
-    """By place of the op."""
+    """By place of the op; without the ops whose runs were collected."""
     spans: list[Span | None] = field(default_factory=list)
     """Spans of the runs that were collected, in the order in which they ended; None until the end of the run is
     known."""
@@ -82,13 +81,17 @@ class PlanExecution:
     def collect(self, issued: Sequence[IssuedRun]) -> None:
         """Adds the spans of runs that were issued after those that are collected already, and records the success of
         tasks. It may be called while other ops run; it waits for nothing."""
-        for one in issued:
-            place, run, start, _ = one
-            if not isnan(start) and (completed := self.prepared[place].completed) is not None:
-                completed()
-            event = self.event_of(one)
-            if isinstance(event, DoneEvent):
-                self.spans.append(self._span(place, run, event))
+        for place, run, start, end in issued:
+            if not isnan(start):
+                prepared = self.prepared[place]
+                if prepared.completed is not None:
+                    prepared.completed()
+                self.spans.append(self._span(place, start, end, prepared))
+                del self.prepared[place]
+                continue
+            done = self.runs[run]
+            if isinstance(done.event, DoneEvent):
+                self.spans.append(self._span(place, *done.event.span(), done))
             else:
                 self._open.append((len(self.spans), place, run))
                 self.spans.append(None)
@@ -96,28 +99,27 @@ class PlanExecution:
     def all_spans(self) -> tuple[Span, ...]:
         """The spans of all runs that were collected. Waits for the end of each."""
         for index, place, run in self._open:
-            event = self.runs[run].event
-            event.wait()
-            self.spans[index] = self._span(place, run, event)
+            done = self.runs[run]
+            done.event.wait()
+            self.spans[index] = self._span(place, *done.event.span(), done)
         self._open.clear()
         return tuple(span for span in self.spans if span is not None)
 
-    def _span(self, place: int, run: int, event: Event) -> Span:
-        op, done = self.plan.ops[place], self.runs.get(run) or self.prepared[place]
-        start, end = event.span()
-        if op.lane in self.ahead:
-            start = max(start, self._lane_ends.get(op.lane, start))
-            end = self._lane_ends[op.lane] = max(start, end)
-        return Span(
-            op=op.id, kind=op.kind, lane=op.lane, subgroup=op.subgroup, start=start, end=end,
-            nbytes=done.nbytes, numel=done.numel, content=op.content, slot=op.slot,
-        )  # fmt: skip
+    def _span(self, place: int, start: float, end: float, done: IssuedOp | PreparedOp) -> Span:
+        op, lane = self.plan.ops[place], self.plan.lanes_of_ops[place]
+        if lane in self.ahead:
+            start = max(start, self._lane_ends.get(lane, start))
+            end = self._lane_ends[lane] = max(start, end)
+        return Span(op.id, op.kind, lane, op.subgroup, start, end, done.nbytes, done.numel, op.content, op.slot)
 
 
 def program_of(plan: Plan, lanes: Sequence[str]) -> Program:
     """The plan as a program for the dispatcher. lanes: names of the dispatcher's lanes, in their order."""
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    return Program([_program_op(op, numbers[op.lane], [plan.places[dep] for dep in op.deps]) for op in plan.ops])
+    return Program([
+        _program_op(op, numbers[lane], [plan.places[dep] for dep in op.deps])
+        for op, lane in zip(plan.ops, plan.lanes_of_ops, strict=True)
+    ])  # fmt: skip
 
 
 def _program_op(op: Op, lane: int, deps: list[int]) -> ProgramOp:

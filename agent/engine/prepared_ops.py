@@ -25,8 +25,10 @@ from tidegate.plan.plan import Plan
 
 BEFORE_STEP: Final = (OpKind.FETCH, OpKind.STATE_H2D, OpKind.WEIGHT_D2H)
 IN_STEP: Final = (OpKind.GRAD_H2D, OpKind.CPU_UPDATE, OpKind.WEIGHT_H2D, OpKind.STATE_D2H, OpKind.FLUSH)
+FIRST_BATCH: Final = 12
+"""Number of ops that are prepared before the step begins: what lanes need at once."""
 BATCH: Final = 48
-"""Number of ops that are prepared before lanes get them."""
+"""Number of ops that are prepared together after that, before lanes get them."""
 
 
 class OpPreparer:
@@ -47,8 +49,10 @@ class OpPreparer:
 
     def in_step(self, plan: Plan) -> Iterator[dict[int, PreparedOp]]:
         """The ops that run after `step()`, by id, in batches in the order of the plan: lanes can run the first ones
-        while others are prepared. To be called when the outcome of the step is known to the op runner."""
+        while others are prepared. There is at least one batch, and the first one is small. To be called when the
+        outcome of the step is known to the op runner."""
         ops = plan.of_kind(*IN_STEP)
+        yield self._prepared(islice(ops, FIRST_BATCH))
         while batch := tuple(islice(ops, BATCH)):
             yield self._prepared(batch)
 

@@ -10,12 +10,12 @@ from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import KnobError
 from tidegate.plan.effective_knobs import EffectiveKnobs
-from tidegate.plan.ops import OpKind, Residence, Subgroup, is_path
+from tidegate.plan.ops import OpKind, Residence, Subgroup, is_path, path_lanes
 from tidegate.plan.residency import NextResidences, TierState, explicit_weights, next_residences, step_order
 from tidegate.plan.tasks import StepOrder
 from tidegate.plan.tier_split import SubgroupCounts
 from tidegate.speeds.path_speed_estimator import PathSpeedEstimator, PathStepTotals, PathTraffic
-from tidegate.timeline.stall_analysis import both_busy_seconds, busy_seconds
+from tidegate.timeline.stall_analysis import common_seconds, total_seconds, union
 from tidegate.timeline.timeline import Span
 
 
@@ -101,25 +101,28 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
     """
     by_lane: defaultdict[tuple[str, OpKind], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.kind in (OpKind.FETCH, OpKind.FLUSH) and span.nbytes:
-            by_lane[span.lane.rpartition(":")[0], span.kind].append(span)
+        kind = span.kind
+        if (kind is OpKind.FETCH or kind is OpKind.FLUSH) and span.nbytes:
+            by_lane[span.lane, kind].append(span)
     moved = [span for lane in by_lane.values() for span in lane]
     step_seconds = max(span.end for span in moved) - min(span.start for span in moved) if moved else 0.0
     by_path: dict[str, PathTraffic] = {}
-    for path in dict.fromkeys(path for path, _ in by_lane):
-        reads, writes = by_lane.get((path, OpKind.FETCH), []), by_lane.get((path, OpKind.FLUSH), [])
+    for path in dict.fromkeys(lane.rpartition(":")[0] for lane, _ in by_lane):
+        read_lane, write_lane = path_lanes(path)
+        reads, writes = by_lane.get((read_lane, OpKind.FETCH), []), by_lane.get((write_lane, OpKind.FLUSH), [])
         late_reads, late_writes = _second_half(reads), _second_half(writes)
+        reading, writing, late_reading, late_writing = map(union, (reads, writes, late_reads, late_writes))
         by_path[path] = PathTraffic(
-            read_bytes=sum(span.nbytes for span in late_reads),
-            read_seconds=busy_seconds(late_reads),
-            shared_read_seconds=both_busy_seconds(late_reads, writes),
-            write_bytes=sum(span.nbytes for span in late_writes),
-            write_seconds=busy_seconds(late_writes),
-            shared_write_seconds=both_busy_seconds(late_writes, reads),
+            read_bytes=sum([span.nbytes for span in late_reads]),
+            read_seconds=total_seconds(late_reading),
+            shared_read_seconds=common_seconds(late_reading, writing),
+            write_bytes=sum([span.nbytes for span in late_writes]),
+            write_seconds=total_seconds(late_writing),
+            shared_write_seconds=common_seconds(late_writing, reading),
             whole=PathStepTotals(
-                read_bytes=sum(span.nbytes for span in reads),
-                write_bytes=sum(span.nbytes for span in writes),
-                busy_seconds=busy_seconds([*reads, *writes]),
+                read_bytes=sum([span.nbytes for span in reads]),
+                write_bytes=sum([span.nbytes for span in writes]),
+                busy_seconds=total_seconds(reading) + total_seconds(writing) - common_seconds(reading, writing),
                 step_seconds=step_seconds,
             ),
             transfers=len(reads) + len(writes),

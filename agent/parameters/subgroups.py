@@ -109,7 +109,7 @@ class Layout:
     format: Format
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(segment.numel for segment in self.segments)
 

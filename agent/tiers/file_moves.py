@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import isnan
 from typing import Final
 
@@ -31,6 +32,8 @@ ATTEMPTS: Final = 3
 TRANSIENT_ERRORS: Final = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOMEM})
 """Error numbers (errno) of transient errors, after which a transfer is retried. All other errors (no such device,
 read-only, …) are permanent."""
+MAX_PREPARED: Final = 32
+"""Maximum number of prepared transfers that are kept for one file, each for another address in memory."""
 NO_SPACE_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -49,8 +52,11 @@ class StateFile:
     linked_header: Header | None = None
     """Header of the file if a checkpoint uses the file, as a hard link or as an open descriptor. Such a file must not
     be written to again. None if no checkpoint uses it."""
+    prepared: dict[tuple[Operation, int], PreparedMove] = field(default_factory=dict)
+    """Transfers that were prepared for earlier plans, by operation and address in memory. Later plans run their tasks
+    again, because most plans move the same state to and from the same host slots."""
 
-    @property
+    @cached_property
     def data_bytes(self) -> int:
         """Bytes of the state, padding included."""
         return padded_bytes(self.kind.data_bytes)
@@ -96,30 +102,54 @@ class FileMover:
         queued, and again at each retry. `failed`: the task of the first attempt, if a lane has run it."""
         return self._move("write", file, address, step, begun, failed)
 
-    def prepare(self, operation: Operation, file: StateFile, address: int) -> TransferTask | None:
+    def prepare(self, operation: Operation, file: StateFile, address: int) -> PreparedMove | None:
         """The transfer as a task, which a lane runs without the interpreter; None for a file without direct I/O, which
-        must be synchronised after a write. A task that fails is followed by `read` or `write`."""
+        must be synchronised after a write. A task that fails is followed by `read` or `write`, one that succeeds by
+        `count`."""
         if not file.direct:
             return None
+        move = file.prepared.get((operation, address))
+        if move is None:
+            if len(file.prepared) >= MAX_PREPARED:
+                file.prepared.clear()
+            move = PreparedMove(operation, self._task(operation, file, address), file.data_bytes)
+            file.prepared[operation, address] = move
+        else:
+            self._prepare_again(move)
+        self.counters.prepared.append(move)
+        return move
+
+    def _prepare_again(self, move: PreparedMove) -> None:
+        """Prepares the transfer of an earlier plan for the present one."""
+        self.count(move)
+        with self._counting:  # a thread that counts must not see the end of the earlier run and the state of the next
+            move.counted = False
+            move.task.reset()
+
+    def _task(self, operation: Operation, file: StateFile, address: int) -> TransferTask:
+        """A new task for a transfer of `file` to or from memory at `address`."""
         writes, padding = operation == "write", file.data_bytes - file.kind.data_bytes
         lock, timeout = (self.locks.native, self.locks.timeout_seconds) if self.locks is not None else (None, 0.0)
-        task = self.pool.task(
+        return self.pool.task(
             writes, file.fd, address, file.data_bytes, header_bytes(len(file.checksums)), self._block_bytes,
             file.checksums, padding if writes else 0, lock, timeout, self.stop,
         )  # fmt: skip
-        self.counters.prepared.append(PreparedMove(operation, task, file.data_bytes))
-        return task
+
+    def count(self, move: PreparedMove) -> None:
+        """Counts a transfer that a lane has run as a task, unless it was counted before."""
+        with self._counting:
+            if move.counted or not move.task.succeeded:
+                return
+            move.counted, ticket = True, move.task.ticket
+            assert ticket is not None, "the task has run"
+            moved = Transfer(ticket.start, ticket.end, move.nbytes, self._lock_wait(move.task))
+            self.counters.count(move.operation, moved)
 
     def count_finished(self) -> None:
-        """Counts the transfers that lanes have run as tasks since the last call."""
-        with self._counting:
-            for one in self.counters.prepared:
-                if one.counted or not one.task.succeeded:
-                    continue
-                one.counted, ticket = True, one.task.ticket
-                assert ticket is not None, "the task has run"
-                moved = Transfer(ticket.start, ticket.end, one.nbytes, self._lock_wait(one.task))
-                self.counters.count(one.operation, moved)
+        """Counts all transfers that lanes have run as tasks."""
+        for move in tuple(self.counters.prepared):
+            if not move.counted:
+                self.count(move)
 
     def _lock_wait(self, task: TransferTask) -> float:
         """Seconds that a task that has run waited for the lock. Counts a wait that timed out."""

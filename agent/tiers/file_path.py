@@ -229,8 +229,8 @@ class StoragePath:
     def prepare_read(self, subgroup: int, address: int) -> PreparedTransfer | None:
         """The same as a task, which a lane runs without the interpreter; None if `read` must be called."""
         file = self.states[subgroup]
-        task = self._mover.prepare("read", file, address) if file.step >= 0 else None
-        return PreparedTransfer(task) if task is not None else None
+        move = self._mover.prepare("read", file, address) if file.step >= 0 else None
+        return PreparedTransfer(move.task, partial(self._mover.count, move)) if move is not None else None
 
     def write(
         self,
@@ -259,8 +259,15 @@ class StoragePath:
         if self.states[subgroup].linked_header is not None and subgroup not in self._spares:
             return None
         file = self._file_to_write(subgroup)
-        task = self._mover.prepare("write", file, address)
-        return PreparedTransfer(task, partial(self._written, file, step)) if task is not None else None
+        move = self._mover.prepare("write", file, address)
+        if move is None:
+            return None
+
+        def completed() -> None:
+            self._mover.count(move)
+            self._written(file, step)
+
+        return PreparedTransfer(move.task, completed)
 
     def _file_to_write(self, subgroup: int) -> StateFile:
         """The file for the subgroup's next state: the spare file if a checkpoint holds the present one. Creates the

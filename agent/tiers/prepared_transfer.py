@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidegate.agent.tiers.transfers import no_op
 from tidegate.kernels.dispatch import TransferTask
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedTransfer:
+class PreparedTransfer(NamedTuple):
     """A prepared transfer.
 
     task: the native work. completed: records that it has succeeded. When the task has failed, `fetch` or `flush` of the

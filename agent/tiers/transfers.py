@@ -59,7 +59,8 @@ class Transfer(DoneEvent):
 
 @dataclass(slots=True)
 class PreparedMove:
-    """A transfer that a lane runs without the interpreter. counted: whether the counters include it."""
+    """A transfer that a lane runs without the interpreter, once in each plan for which it is prepared. counted: whether
+    the counters include its run in the present plan."""
 
     operation: Operation
     task: TransferTask

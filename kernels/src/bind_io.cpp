@@ -170,6 +170,7 @@ void bind_io(nb::module_& m) {
            nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
       .def("close", &BoundPool::close);
   nb::class_<TransferTask, Task>(m, "TransferTask", "A transfer as the work of an op.")
+      .def("reset", &TransferTask::reset, "Forgets the last run, so that it may run again. Not while it runs.")
       .def_prop_ro("succeeded", &TransferTask::succeeded, "Whether it has ended, and every block was moved.")
       .def_prop_ro("since", &TransferTask::since, "Since when it is under way; NaN if it is not.")
       .def_prop_ro("entered", &TransferTask::entered, "How it got the lock; None before it asked, and without a lock.")

@@ -102,6 +102,12 @@ class TransferTask : public Task {
         timeout_seconds_(timeout_seconds),
         stop_(std::move(stop)) {}
   TaskResult run(const std::function<void()>& queued) override;
+  // Forgets the last run, so that the task may run again. Not while it runs.
+  void reset() {
+    succeeded_ = false;
+    entered_.reset();
+    ticket_.reset();
+  }
 
   bool succeeded() const { return succeeded_; }
   // Since when the transfer is under way; NaN if it is not. May be asked at any time.

@@ -71,7 +71,7 @@ def test_waiting_for_a_core_is_a_cost_of_the_lane_that_waits() -> None:
     late, whole = 5e-4, steps(lambda op: CARD.seconds(op) + (5e-4 if op.kind is OpKind.CPU_UPDATE else 0.0))
     delayed = [
         replace(step, spans=[
-            replace(span, start=span.start + late) if LANE_OF[span.kind] == "cpu" else span for span in step.spans
+            span._replace(start=span.start + late) if LANE_OF[span.kind] == "cpu" else span for span in step.spans
         ])
         for step in whole
     ]  # fmt: skip

@@ -23,7 +23,7 @@ def later(timeline: Timeline, seconds: float) -> Timeline:
         timeline,
         source="measured",
         origin=17.0,
-        spans=tuple(replace(s, start=s.start + seconds, end=s.end + seconds) for s in timeline.spans),
+        spans=tuple(s._replace(start=s.start + seconds, end=s.end + seconds) for s in timeline.spans),
         phases=(
             PhaseSpan("forward", 0.0, seconds),
             *(replace(p, start=p.start + seconds, end=p.end + seconds) for p in timeline.phases),
@@ -59,7 +59,7 @@ def test_slower_lanes_make_a_longer_update_and_gradients_stay_where_they_were() 
 
 def test_an_op_that_was_repeated_runs_once() -> None:
     made = simulate(plan_of(2, 2, 0.0), H100, step_at=1.0)
-    again = replace(made, source="measured", spans=(*made.spans, replace(made.spans[0], start=9.0, end=9.1)))
+    again = replace(made, source="measured", spans=(*made.spans, made.spans[0]._replace(start=9.0, end=9.1)))
     assert len(replay(again, H100).spans) == len(made.spans)
 
 

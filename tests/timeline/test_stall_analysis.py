@@ -16,6 +16,7 @@ from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.timeline.stall_analysis import (
     busy_seconds,
+    common_seconds,
     critical_path,
     exposed_waits,
     split_by_phase,
@@ -177,6 +178,8 @@ def test_busy_counts_overlaps_once() -> None:
     found = timeline([(0, "h2d", 0, 4), (1, "h2d", 3, 6), (2, "d2h", -2, 1), (3, "d2h", 8, 12)])
     assert busy_seconds(found.spans) == 6 + 2 + 4
     assert busy_seconds([]) == 0.0
+    assert common_seconds([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0), (4.5, 9.0)]) == 1 + 1 + 0.5
+    assert common_seconds([(0.0, 2.0)], [(2.0, 3.0)]) == common_seconds([], [(2.0, 3.0)]) == 0.0
     assert busy_seconds(found.spans, (0.0, 10.0)) == 6 + 2
 
 

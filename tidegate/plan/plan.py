@@ -79,6 +79,16 @@ class Plan:
         return {op.id: place for place, op in enumerate(self.ops)}
 
     @cached_property
+    def norm_places(self) -> list[int]:
+        """The place in `ops` of the op NORM, as a list with one number."""
+        return [place for place, op in enumerate(self.ops) if op.kind is OpKind.NORM]
+
+    @cached_property
+    def lanes_of_ops(self) -> tuple[str, ...]:
+        """The lane of each op in `ops`."""
+        return tuple(op.lane for op in self.ops)
+
+    @cached_property
     def lane_names(self) -> tuple[str, ...]:
         """The lanes of this plan: h2d, d2h, cpu and device, then for each path one lane that reads and one that
         writes."""

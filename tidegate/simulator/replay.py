@@ -37,7 +37,7 @@ def replay(measured: Timeline, rates: RateCard) -> Timeline:
     end = max([step_at, *(span.end + began[0] for span in simulated.spans)])
     return replace(
         simulated,
-        spans=tuple(replace(s, start=s.start + began[0], end=s.end + began[0]) for s in simulated.spans),
+        spans=tuple(s._replace(start=s.start + began[0], end=s.end + began[0]) for s in simulated.spans),
         phases=(*(p for p in measured.phases if p.end <= step_at), PhaseSpan("update", step_at, end)),
         origin=measured.origin,
     )

@@ -30,13 +30,17 @@ class Interval(Protocol):
 
 def union(intervals: Iterable[Interval], window: tuple[float, float] | None = None) -> list[tuple[float, float]]:
     """The union of the intervals, as disjoint intervals in order, limited to `window`."""
-    low, high = window or (float("-inf"), float("inf"))
+    edges = [(one.start, one.end) for one in intervals]
+    if window is not None:
+        low, high = window
+        edges = [(max(start, low), min(end, high)) for start, end in edges]
     stretches: list[tuple[float, float]] = []
-    for start, end in sorted((max(i.start, low), min(i.end, high)) for i in intervals):
+    for start, end in sorted(edges):
         if start >= end:
             continue
         if stretches and start <= stretches[-1][1]:
-            stretches[-1] = (stretches[-1][0], max(stretches[-1][1], end))
+            if end > stretches[-1][1]:
+                stretches[-1] = (stretches[-1][0], end)
         else:
             stretches.append((start, end))
     return stretches
@@ -44,13 +48,22 @@ def union(intervals: Iterable[Interval], window: tuple[float, float] | None = No
 
 def busy_seconds(spans: Iterable[Interval], window: tuple[float, float] | None = None) -> float:
     """Length of the union of the spans in seconds: overlapping spans count once."""
-    return sum(end - start for start, end in union(spans, window))
+    return total_seconds(union(spans, window))
 
 
-def both_busy_seconds(spans: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Seconds in which both sets have a span that is running."""
-    spans, others = list(spans), list(others)
-    return max(0.0, busy_seconds(spans) + busy_seconds(others) - busy_seconds([*spans, *others]))
+def total_seconds(stretches: Iterable[tuple[float, float]]) -> float:
+    """Sum of the lengths of intervals that do not overlap, such as those of `union`."""
+    return sum([end - start for start, end in stretches])
+
+
+def common_seconds(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Length of the intersection of two sets of intervals, each as `union` returns it."""
+    i, j, total = 0, 0, 0.0
+    while i < len(some) and j < len(others):
+        (start, end), (other_start, other_end) = some[i], others[j]
+        total += max(0.0, min(end, other_end) - max(start, other_start))
+        i, j = (i + 1, j) if end < other_end else (i, j + 1)
+    return total
 
 
 def stalls(timeline: Timeline) -> tuple[Stall, ...]:

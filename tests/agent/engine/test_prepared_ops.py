@@ -23,9 +23,11 @@ from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.op_runner import MemoryRunner
 from tidegate.agent.engine.plan_execution import IssuedOp, PreparedOp
 from tidegate.agent.engine.prepared_ops import OpPreparer
-from tidegate.agent.tiers.file_path import PathSettings
+from tidegate.agent.tiers.file_moves import MAX_PREPARED
+from tidegate.agent.tiers.file_path import PathSettings, StoragePath
 from tidegate.errors import BlockDamaged, StateLost
-from tidegate.kernels.dispatch import copy_task
+from tidegate.kernels import aligned_buffer
+from tidegate.kernels.dispatch import TransferTask, copy_task
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
 
@@ -97,6 +99,60 @@ def test_a_factor_for_all_gradients_reaches_updates_that_were_prepared_before_it
     assert OpKind.CPU_UPDATE not in kinds
     for a, b in zip(mine, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def tasks_of(path: StoragePath) -> dict[tuple[int, str, int], TransferTask]:
+    """The tasks that a path keeps, by subgroup, operation and address."""
+    return {(number, *key): move.task for number, file in path.states.items() for key, move in file.prepared.items()}
+
+
+def test_a_move_of_an_earlier_plan_is_not_counted_when_a_later_plan_runs_its_task(tmp_path: Path) -> None:
+    """As where a thread that counts has seen the moves of a plan that was dropped."""
+    with training({"one": tmp_path}, stride="off") as pair:
+        train(pair, 0, 2)
+        path = store_of(pair.optimizer).paths["one"]
+        assert isinstance(path, StoragePath)
+        mover, file = path._mover, path.states[0]
+        address = next(address for operation, address in file.prepared if operation == "read")
+        dropped = mover.prepare("read", file, address)
+        path.counters.prepared.clear()
+        before = path.counters.bytes["read"]
+        train(pair, 2, 2)
+        assert dropped is not None
+        mover.count(dropped)
+        stored = sum(file.data_bytes for file in path.states.values())
+        assert path.counters.bytes["read"] == before + 2 * stored
+
+
+def test_transfers_of_later_steps_run_the_tasks_of_earlier_ones_again_and_each_run_is_counted(tmp_path: Path) -> None:
+    with training({"one": tmp_path}, stride="off") as pair:
+        train(pair, 0, 4)
+        path = store_of(pair.optimizer).paths["one"]
+        tasks = tasks_of(path)
+        before, moves = dict(path.counters.bytes), len(path.counters.moves)
+        train(pair, 4, 2)
+        assert tasks_of(path) == tasks
+        stored = sum(file.data_bytes for file in path.states.values())
+        assert path.counters.bytes == {operation: nbytes + 2 * stored for operation, nbytes in before.items()}
+        assert len(path.counters.moves) == moves + 4 * len(path.states)
+        task = next(task for task in tasks.values() if task.succeeded)
+        task.reset()
+        assert (task.succeeded, task.ticket, task.entered) == (False, None, None)
+        pair.assert_same_state()
+
+
+def test_a_file_keeps_few_tasks(tmp_path: Path) -> None:
+    with training({"one": tmp_path}) as pair:
+        train(pair, 0, 2)
+        path = store_of(pair.optimizer).paths["one"]
+        mover, file = path._mover, path.states[0]
+        memory = aligned_buffer(100 * file.data_bytes)
+        for place in range(100):
+            assert mover.prepare("read", file, memory.ctypes.data + place * file.data_bytes) is not None
+            assert len(file.prepared) <= MAX_PREPARED
+        path.counters.prepared.clear()
+        train(pair, 2, 2)
+        pair.assert_same_state()
 
 
 def test_a_transfer_that_fails_goes_on_in_python_as_its_second_attempt(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def _step_row(step: FinishedStep, predicted: float | None) -> dict[str, Any]:
         "skipped": step.result.skipped,
         "grad_norm": step.result.grad_norm if not step.result.skipped else None,
         "stepped": step.result.stepped,
-        "spans": [dataclasses.asdict(span) for span in step.result.spans],
+        "spans": [span._asdict() for span in step.result.spans],
         "phases": phases,
         "deps": step.deps,
         "host_bytes": step.host_bytes,

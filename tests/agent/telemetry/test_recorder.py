@@ -170,7 +170,7 @@ def test_of_a_long_timeline_the_first_spans_are_sent_with_their_dependencies(
 ) -> None:
     last = run[1].recorder.last_step
     assert last is not None
-    spans = tuple(dataclasses.replace(last.result.spans[0], op=op) for op in range(3 * MAX_SPANS))
+    spans = tuple(last.result.spans[0]._replace(op=op) for op in range(3 * MAX_SPANS))
     deps = {op: (op - 1,) if op else () for op in range(3 * MAX_SPANS)}
     sent = view_of(dataclasses.replace(last, result=dataclasses.replace(last.result, spans=spans), deps=deps))
     assert (len(sent.spans), sent.num_spans) == (MAX_SPANS, 3 * MAX_SPANS)
