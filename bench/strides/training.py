@@ -6,7 +6,6 @@ On a GPU, weights and copies are real. Otherwise the device is emulated and slow
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class Training:
             began = time.monotonic()
             issued = update(op)
             time.sleep(max(0.0, began + op.numel / params_per_second - time.monotonic()))
-            return replace(issued, event=DoneEvent(began, time.monotonic()))
+            return issued._replace(event=DoneEvent(began, time.monotonic()))
 
         runner._cpu_update = paced  # type: ignore[method-assign]
         preparer._update = lambda _: None  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from tidegate.wire.base import Count, Duration, Message, PathName, Share, Speed, Text
+from tidegate.wire.base import Count, Duration, Flag, Message, PathName, Share, Speed, Text
 
 MAX_SUBGROUPS: Final = 100_000
 """Most subgroups of one rank; the daemon simulates each of them."""
@@ -65,7 +65,7 @@ class ModelEvidence(Message):
     """Sizes of all subgroups; None if they are as in the registration of the rank."""
     gradient_order: IdRuns | None = None
     """Ids of all subgroups in the order in which their gradients arrived in the last step; None if that is unknown."""
-    early_gradients: bool = True
+    early_gradients: Flag = True
     """Whether gradients are final (reduced over the ranks) when autograd has accumulated them."""
     step_at: Duration | None = None
     """Seconds after the first gradient at which plans expect the call of `step()`; None to derive it from the length of
