@@ -92,6 +92,7 @@ check: $(VENV)/test ## lint, format, types, import contracts, spelling, prose an
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy tidegate
+	cd bench && MYPYPATH=. ../$(BIN)/mypy --config-file=mypy.ini --explicit-package-bases $$(git ls-files '*.py')
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/proselint check --config docs/proselint.json $(PAGES)

@@ -131,8 +131,9 @@ def native_runs(pool: ThreadPool, master: torch.Tensor, grad: torch.Tensor) -> d
     def stream() -> None:
         """Reads and writes the same memory without arithmetic: the limit that the memory sets for the update."""
         one = run()
+        first, second = one.tensors
         _native.stream_like(
-            pool._native, one.numel, one.weight, one.weight_format, one.aux, *one.tensors, one.grad, one.grad_dtype
+            pool._native, one.numel, one.weight, one.weight_format, one.aux, first, second, one.grad, one.grad_dtype
         )
 
     return {"tidegate": update, "stream": stream}

@@ -47,7 +47,7 @@ BOUND_MICROSECONDS = 10.0
 """Of an op; in a chain, on top of a hand-over between threads."""
 LOOP_BOUND = 0.02
 DONE = DoneEvent(0.0, 0.0)
-IssuedOp: Any = executor_module.IssuedOp
+IssuedOp: Any = vars(executor_module)["IssuedOp"]
 
 
 class Nothing:

@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 import tidegate
 from tidegate.agent.control.rank_predictor import rank_of
-from tidegate.agent.devices.emulated import EmulatedRates
+from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.knobs.knobs import Knobs
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -118,7 +119,7 @@ class Training:
     @property
     def emulated(self) -> EmulatedRates:
         """The rates to which the emulated device is paced. They may be changed."""
-        return self._optimizer.device.rates
+        return cast(EmulatedDevice, self._optimizer.device).rates
 
     def turn(self, knobs: Knobs) -> EffectiveKnobs:
         """Sets the knobs for the next steps. Returns the effective knobs."""

@@ -40,7 +40,7 @@ class DeepSpeed:
 
         torch.manual_seed(0)
         torch.set_num_threads(threads)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
         torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
         if block is not None:
             import tidegate
