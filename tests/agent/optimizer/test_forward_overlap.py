@@ -400,7 +400,7 @@ def test_an_update_is_predicted_as_long_as_it_is_with_its_tail() -> None:
         tidegate.wait(optimizer)
         error = attachment.recorder.totals.prediction_error
         assert error is not None
-        assert error < 0.3
+        assert error < 0.6, "about 1 without the tail; beside other tests up to 0.3 with it"
 
 
 def test_weights_loaded_while_an_update_goes_on_are_the_ones_that_stay() -> None:
