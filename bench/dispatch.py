@@ -48,6 +48,7 @@ BOUND_MICROSECONDS = 10.0
 LOOP_BOUND = 0.02
 DONE = DoneEvent(0.0, 0.0)
 IssuedOp: Any = vars(executor_module)["IssuedOp"]
+"""Taken from the executor's module, because earlier commits (`--before`) define it there."""
 
 
 class Nothing:

@@ -81,8 +81,8 @@ def test_what_does_not_fit_says_where_and_by_how_much() -> None:
 def test_280_billion_parameters_on_32_and_on_512_ranks() -> None:
     began = time.process_time()
     plan = plan_capacity(MODELS["280B"], Machine.of(GPUS["a100-40"], gpus=4, nodes=8, paths=(NVME, PFS)))
-    # Of processor time, ten times what it takes on an idle core.
-    assert time.process_time() - began < 5
+    # Of processor time: what others do on this machine does not count. All strides, not one simulation.
+    assert time.process_time() - began < 2
     assert plan.fits, plan.shortages
     assert plan.machine.ranks == 32
     few = plan_capacity(MODELS["280B"], Machine.of(GPUS["a100-40"], gpus=8, nodes=16, paths=(NVME, PFS)))

@@ -1,6 +1,7 @@
 """Plans with paths as tables: fetch → update → flush, whose host slot, and who waits for whom."""
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.growth import growth
 from tests.plan.test_planner import names, subgroups
 from tidegate.errors import PlanError
 from tidegate.plan import Op, OpKind, Placement, Plan, Policy, make_plan, place_subgroups, steady_placements, verify
@@ -379,11 +379,10 @@ def test_interleaving_hides_most_of_what_one_at_a_time_shows() -> None:
     assert sequential > reads + writes
 
 
-def test_the_time_of_planning_four_paths_grows_with_the_subgroups() -> None:
+def test_400_subgroups_on_four_paths_are_planned_in_a_tenth_of_a_second() -> None:
     paths = ("a", "b", "c", "d")
-
-    def plan(count: int) -> None:
-        places = [(p, paths[i % 4]) for i, (p, _) in enumerate(place_subgroups(count, stride=2, static_ratio=0))]
-        make_plan(subgroups(count), steady_placements(places), num_slots=3, host_slots=dict.fromkeys(paths, 4))
-
-    assert growth(plan, 100, 1000) < 30, "10 in proportion, 100 with the square"
+    places = [(p, paths[i % 4]) for i, (p, _) in enumerate(place_subgroups(400, stride=2, static_ratio=0))]
+    start = time.process_time()
+    make_plan(subgroups(400), steady_placements(places), num_slots=3, host_slots=dict.fromkeys(paths, 4))
+    # Ten times what it takes on an idle core.
+    assert time.process_time() - start < 1.0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.growth import growth
+from tests.processor_time import processor_seconds
 from tests.timeline.compute import compute_seconds
 from tidegate.kernels.arithmetic import stall_analysis
 from tidegate.plan import OpKind, Subgroup, make_plan, place_subgroups, steady_placements
@@ -210,14 +210,16 @@ def test_shares_of_phases_add_up(start: float, seconds: float) -> None:
     assert all(share > 0 for share in shares.values())
 
 
-def test_the_time_of_the_analysis_grows_with_the_subgroups() -> None:
+def test_3000_subgroups_are_analysed_in_seconds() -> None:
     found = {count: simulated(count, 2) for count in (300, 3000)}
 
     def analyse(count: int) -> None:
         stalls(found[count])
         critical_path(found[count])
 
-    assert growth(analyse, 300, 3000) < 30, "10 in proportion, 100 with the square"
+    few, many = (processor_seconds(lambda count=count: analyse(count)) for count in found)
+    assert many < 2.0
+    assert many / few < 30, "10 if the time grew with the number of subgroups, 100 if with its square"
 
 
 def storage(**slower: float) -> RateCard:
