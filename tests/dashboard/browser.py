@@ -29,7 +29,8 @@ ARGUMENTS = [
     "--no-first-run",
     "--no-pings",
 ]
-PATIENCE_MS = 60_000
+PATIENCE_MS = 90_000
+"""Milliseconds that a page may take. Two cores may have much else to do."""
 DRAWN = """() => {
   const charts = [...document.querySelectorAll('[data-testid="stPlotlyChart"]')];
   return charts.every(chart => chart.querySelector('.main-svg'));
@@ -38,7 +39,9 @@ DRAWN = """() => {
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
+    """A real browser. From here on `expect` waits `PATIENCE_MS`; its own 5 s are too short beside other tests."""
     assert CHROMIUM.exists(), f"There is no {CHROMIUM}; as root, `make test` installs it (Debian package chromium)."
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
         try:
@@ -94,7 +97,7 @@ def settle(page: Page) -> None:
     """Waits until the page shows a run down to its last table, or says why not, and every chart is drawn."""
     expect(page.locator(".tg-verdict").first).to_be_visible(timeout=PATIENCE_MS)
     page.wait_for_function(DRAWN)
-    expect(page.locator('[data-testid="stSkeleton"]')).to_have_count(0, timeout=PATIENCE_MS)
+    expect(page.locator('[data-testid="stSkeleton"]')).to_have_count(0)
 
 
 def screenshot(url: str, path: str | Path, *, dark: bool = False, full: bool = False, token: str | None = None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Browser, Page, expect
 
-from tests.dashboard.browser import chromium, is_ours, serve, settle, sign_in
+from tests.dashboard.browser import PATIENCE_MS, chromium, is_ours, serve, settle, sign_in
 from tests.services import ROOT, DaemonProcess, daemon_process, until
 
 RUN = "llama-7b"
@@ -22,8 +22,6 @@ TRAINING = (
     "--stride 1.5 --subgroup-numel 40000 --host-cache 2MiB --report-seconds 0.3"
 )
 """The device is no help: `stride=off` shortens the update whatever else runs here."""
-BUSY_MS = 90_000
-"""Two cores may have much else to do."""
 BEGIN, NEVER = "2026-03-01T10:00:00Z", "0001-01-01T00:00:00Z"
 
 
@@ -62,7 +60,7 @@ class Stand:
         )
         sign_in(context, self.view, self.daemon.token("read"))
         viewer = Viewer(context.new_page())
-        viewer.page.set_default_timeout(BUSY_MS)
+        viewer.page.set_default_timeout(PATIENCE_MS)
         viewer.page.on("pageerror", lambda error: viewer.errors.append(str(error)))
         viewer.page.on("console", lambda m: viewer.errors.append(m.text) if is_ours(m) else None)
         try:
@@ -89,7 +87,6 @@ class Stand:
 @contextlib.contextmanager
 def stand(base: Path) -> Iterator[Stand]:
     """All of it up, and a dozen steps done."""
-    expect.set_options(timeout=BUSY_MS)
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(daemon_process(base / "state"))
         stack.enter_context(_environment(daemon))

@@ -22,7 +22,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tests.daemon.live import hello
-from tests.dashboard.browser import chromium, serve, session, settle, sign_in
+from tests.dashboard.browser import PATIENCE_MS, chromium, serve, session, settle, sign_in
 from tests.services import DaemonProcess, daemon_process, until
 from tidegate.client.daemon_client import DaemonClient
 from tidegate.dashboard import HOSTS_VARIABLE
@@ -175,7 +175,7 @@ def test_no_text_from_outside_becomes_markup_on_any_page(
         for page_name in PAGES:
             agent.client.report(agent.id, evil_report(5, text).model_copy(update={"generation": 1}))
             page = context.new_page()
-            page.set_default_timeout(60_000)
+            page.set_default_timeout(PATIENCE_MS)
             asked: list[str] = []
             told: list[str] = []
             page.on("request", lambda request, asked=asked: asked.append(request.url))
