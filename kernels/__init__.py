@@ -96,7 +96,8 @@ def accumulate(pool: ThreadPool, sums: int, sum_dtype: GradDtype, address: int, 
 
 
 def copy(dst: int, src: int, nbytes: int) -> None:
-    """Copies `nbytes` bytes from address `src` to address `dst`; both ranges must not overlap."""
+    """Copies `nbytes` bytes from address `src` to address `dst`; both ranges must not overlap.
+    Large copies bypass the cache."""
     _native.copy(dst, src, nbytes)
 
 

@@ -73,7 +73,7 @@ void py_copy(uintptr_t dst, uintptr_t src, size_t nbytes) {
   void* to = at(dst, 1, "dst");
   const void* from = at(src, 1, "src");
   const GilReleased released;
-  std::memcpy(to, from, nbytes);
+  copy_bytes(to, from, nbytes);
 }
 
 void py_fill(uintptr_t dst, int byte, size_t nbytes) {

@@ -19,7 +19,7 @@ CopyTask::CopyTask(std::vector<Copy> copies, double bytes_per_second)
 
 TaskResult CopyTask::run(const std::function<void()>&) {
   const double start = monotonic_seconds();
-  for (const Copy& copy : copies_) std::memcpy(copy.dst, copy.src, copy.nbytes);
+  for (const Copy& copy : copies_) copy_bytes(copy.dst, copy.src, copy.nbytes);
   const double left = start + seconds_ - monotonic_seconds();
   if (left > 0) {
     timespec pause{time_t(left), long(1e9 * (left - std::floor(left)))};
