@@ -387,7 +387,7 @@ def test_a_loss_counts_for_the_step_that_it_was_said_before() -> None:
         assert [step.loss for step in attachment.recorder.take_unreported()] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_an_update_is_predicted_as_long_as_it_is_with_its_tail() -> None:
+def test_an_update_is_predicted_with_the_part_that_runs_after_step() -> None:
     # Of 0.6 s and more, nearly all of it after step() has returned.
     rates = tidegate.EmulatedRates(h2d_bytes_per_second=5e4, d2h_bytes_per_second=5e4)
     model, optimizer = overlapped(emulated=rates)
