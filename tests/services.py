@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,6 +116,7 @@ class DaemonProcess:
     program: tuple[str, ...] = ("tidegate", "daemon")
     """Module and arguments."""
     process: subprocess.Popen[bytes] | None = None
+    clients: list[DaemonClient] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -125,7 +126,9 @@ class DaemonProcess:
         return (home_of(self.state) / f"{scope}.token").read_text().strip()
 
     def client(self, scope: str = "operate") -> DaemonClient:
-        return DaemonClient(self.url, self.token(scope))
+        client = DaemonClient(self.url, self.token(scope))
+        self.clients.append(client)
+        return client
 
     def start(self) -> None:
         command = [sys.executable, "-m", *self.program, "--port", str(self.port), "--state-dir", str(self.state)]
@@ -146,6 +149,8 @@ def daemon_process(state: Path, *program: str) -> Iterator[DaemonProcess]:
         daemon.start()
         yield daemon
     finally:
+        for client in daemon.clients:
+            client.close()
         daemon.kill()
 
 
