@@ -24,7 +24,8 @@ KNOBS: Final = """
 A knob is a setting that can change while training runs. All ranks apply a change between the same two steps, or no
 rank does. [Tune a run](../guides/tune-a-run.md) shows how to change one. [Concepts](../concepts.md) shows what they do.
 
-`auto` means that the tuner chooses the value. Any other value is pinned: the tuner leaves it alone.
+`auto` means that Tidegate chooses the value: the tuner moves `stride`, `order` and `host_cache`, and `tier_split`
+follows the measured speeds of the paths. Any other value is pinned: it stays as it is.
 """
 COMMANDS: Final = """
 Every command ends with one of these exit codes: 0 done, 1 failed, 2 wrong usage. Errors are one sentence on stderr.

@@ -68,6 +68,7 @@ ROWS: Final[tuple[tuple[str, Cell], ...]] = (
     ("parameters updated on the CPU", lambda gpu: gpu.figure("links", "cpu_update_params_per_second", BILLIONS)),
     ("copies both ways at once in an update, by CUPTI", lambda gpu: _overlap(gpu, "kineto", "h2d+d2h")),
     ("the same, by the engine's events", lambda gpu: _overlap(gpu, "ours", "h2d+d2h")),
+    ("CPU time of the agent, as a share of a step (bound: at most 0.5 %)", lambda gpu: _watching(gpu)),
     ("60 steps of `tidegate demo`", lambda gpu: gpu.figure("demo-summary", "seconds", SECONDS)),
 )
 
@@ -96,11 +97,18 @@ def paragraphs(gpu: Gpu) -> Iterator[str]:
 
 
 def status(gpu: Gpu) -> str:
-    """The bounds of the stages `parity` and `iterations-1b` in a few words."""
+    """The bounds of the stages `parity`, `iterations-1b` and `watching` in a few words."""
     differ = gpu.files.get("parity", {}).get("weights_unlike_the_oracle")
     ratio = gpu.files.get("iterations-1b", {}).get("speedup", {}).get("zero3_cpu", {}).get("iteration_seconds")
-    missed = [differ is not None and differ > 0, ratio is not None and ratio <= 1]
-    return f"{gpu.name}: **misses {sum(missed)} bounds**" if any(missed) else f"{gpu.name}: within all bounds"
+    watching = gpu.files.get("watching")
+    missed = [
+        differ is not None and differ > 0,
+        ratio is not None and ratio <= 1,
+        watching is not None and not _is_watched_cheaply(watching),
+    ]
+    if not any(missed):
+        return f"{gpu.name}: within all bounds"
+    return f"{gpu.name}: **misses {sum(missed)} of {len(missed)} bounds**"
 
 
 def drawings(gpu: Gpu) -> dict[str, str]:
@@ -125,6 +133,18 @@ def _parity(gpu: Gpu) -> str:
     differ = found["weights_unlike_the_oracle"]
     text = f"{differ:,} of {found['numel']:,}, after {found['steps']} steps"
     return text if Bound("at most", 0).holds(differ) else f"**{text}, missed**"
+
+
+def _is_watched_cheaply(watching: Line) -> bool:
+    return Bound("at most", watching["target"]).holds(watching["overhead_ratio"])
+
+
+def _watching(gpu: Gpu) -> str:
+    found = gpu.files.get("watching")
+    if found is None:
+        return "not measured"
+    text = f"{100 * found['overhead_ratio']:.1f} % of steps of {found['step_seconds']:.2f} s"
+    return text if _is_watched_cheaply(found) else f"**{text}, missed**"
 
 
 def _overlap(gpu: Gpu, side: str, pair: str) -> str:
