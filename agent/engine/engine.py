@@ -154,6 +154,8 @@ class Engine:
                     self._flight = self._launch()
 
     def _launch(self) -> PlanInFlight:
+        if self._executor.busy:
+            self._drop()  # a second Ctrl-C has cut short the start or the drop of that plan
         # In mode `keep` gradients can be copied again, so that the check for edits through `.data` may wait for step().
         self.weights.adapt_to_edits(by_data=self.gradients.mode == "release")
         effective = self.effective
@@ -170,7 +172,7 @@ class Engine:
         first gradient starts the plan, because an allocation in that hook would be late: activations then fill most of
         the device, and pinning host memory takes long. Does nothing while a plan is in flight: its memory is allocated
         already."""
-        if self._flight is None:
+        if self._flight is None and not self._executor.busy:
             self.planner.stage(self.effective)
 
     def gradient_accumulated(self, param: int) -> None:
@@ -291,9 +293,22 @@ class Engine:
                 "step() first, or drop them with zero_grad()."
             )
         with DelayInterrupt():
+            self._drop()
+
+    def _drop(self) -> None:
+        """Cancels the plan, and waits for its ops in progress. If this wait is cut short, the executor stays busy, and
+        the next plan is started only after another wait. Released gradients are then lost, as those of a dropped plan
+        are."""
+        self._flight = None
+        try:
             self._dropped += self._executor.cancel()
-            self._flight = None
-            self._runner.begin()
+        except BaseException as error:
+            if self._executor.stuck:
+                self._fail(error)
+            elif self.gradients.any_released:
+                self.gradients.forget()
+            raise
+        self._runner.begin()
 
     def _in_flight(self) -> PlanInFlight:
         assert self._flight is not None, "no plan was started"
