@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -43,18 +43,34 @@ class AdoptedTensors:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Begins to track a tensor. If a freed tensor with the same address is still tracked, the new tensor replaces
-        it."""
-        address = tensor.data_ptr()
-        if (freed := self._young.pop(address, None)) is None and (freed := self._old.pop(address, None)) is not None:
-            self._old_bytes -= freed.nbytes
-        one = self._young[address] = _Tensor(tensor, self._sweeps)
+        it.
+
+        Ctrl-C may cut this short after any line. Then the tensor is tracked or not, all others still are, and only the
+        sums of bytes may be too high until the next sweep.
+        """
+        address, one = tensor.data_ptr(), _Tensor(tensor, self._sweeps)
+        self.most_bytes += one.nbytes
+        starts = self._starts.setdefault(_size_class(one.nbytes), [])
+        place = bisect_left(starts, address)
+        if place == len(starts) or starts[place] != address:
+            starts.insert(place, address)
+        was_young, self._young[address] = self._young.get(address), one
+        was_old = self._old.pop(address, None)
+        if was_old is not None:
+            self._old_bytes -= was_old.nbytes
+        freed = was_young or was_old
         if freed is not None:
-            known = self._starts[_size_class(freed.nbytes)]
-            del known[bisect_left(known, address)]
-        insort(self._starts.setdefault(_size_class(one.nbytes), []), address)
-        self.most_bytes += one.nbytes - (freed.nbytes if freed is not None else 0)
+            self.most_bytes -= freed.nbytes
+            self._forget_start(address, freed, starts)
         if len(self._young) > self._sweep_at:
             self._sweep()
+
+    def _forget_start(self, address: int, freed: _Tensor, present: list[int]) -> None:
+        """Removes the address from the list of the freed tensor, unless that is the list of the present one."""
+        starts = self._starts.get(_size_class(freed.nbytes), present)
+        place = bisect_left(starts, address)
+        if starts is not present and place < len(starts) and starts[place] == address:
+            del starts[place]
 
     def clear(self) -> None:
         self._young.clear()
@@ -89,8 +105,8 @@ class AdoptedTensors:
         for most_bytes, starts in self._starts.items():
             first, last = bisect_left(starts, address - most_bytes), bisect_right(starts, address + nbytes)
             for start in starts[first:last]:
-                one = self._young.get(start) or self._old[start]
-                if not _expired(one.cdata):
+                one = self._young.get(start) or self._old.get(start)
+                if one is not None and not _expired(one.cdata):
                     found.append((start, start + one.nbytes))
         return found
 

@@ -467,10 +467,11 @@ def test_wherever_a_handler_raises_in_a_step_the_step_is_whole_or_the_optimizer_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["keep", "release"])
-@pytest.mark.parametrize("what", ["drop", "start"])
+@pytest.mark.parametrize("what", ["drop", "start", "backward"])
 def test_wherever_a_handler_raises_before_a_step_the_next_step_is_whole(
     what: str, gradients: Literal["keep", "release"]
 ) -> None:
+    """Released gradients are dropped then; others stay in `.grad`, and another backward adds to them, as in torch."""
     offload = dataclasses.replace(MIXED, gradients=gradients)
 
     def begun() -> tuple[list[torch.nn.Parameter], tidegate.AdamW, Any]:
@@ -483,27 +484,35 @@ def test_wherever_a_handler_raises_before_a_step_the_next_step_is_whole(
             backward(params, random_grads(params, 1, some=False))
         return params, optimizer, plain
 
-    def raised_at(place: int, optimizer: tidegate.AdamW) -> int:
+    def raised_at(place: int, params: list[torch.nn.Parameter], optimizer: tidegate.AdamW) -> int:
         engine = optimizer.engine
         with suppress(SystemExit), RaisesAtCall(place) as counting:
-            engine.drop_plan(dropping=True) if what == "drop" else engine.start()
+            match what:
+                case "drop":
+                    engine.drop_plan(dropping=True)
+                case "start":
+                    engine.start()
+                case "backward":
+                    backward(params, random_grads(params, 1, some=False))
         return counting.places
 
-    _, first, _ = begun()
+    params, first, _ = begun()
     with first:
-        places = raised_at(-1, first)
+        places = raised_at(-1, params, first)
     assert places > 20
-    for at in range(1, places + 1):
+    for at in range(1, places + 1, 1 if what == "drop" else 5):
         params, optimizer, plain = begun()
         with optimizer:
-            raised_at(at, optimizer)
+            raised_at(at, params, optimizer)
             assert optimizer.engine.usable, at
-            if what == "drop" and gradients == "release":
+            if gradients == "release":
                 optimizer.zero_grad()
             grads = random_grads(params, 1, some=False)
-            if what == "start" or gradients == "release":
+            if what != "drop" or gradients == "release":
                 backward(params, grads)
-            optimizer.step()  # with kept gradients right after the drop
+            if gradients == "keep":
+                grads = [param.grad.clone() for param in params if param.grad is not None]
+            optimizer.step()
             plain.step(grads)
             assert plain.same_weights(params), at
             assert optimizer.steps == (2, 2), at
