@@ -194,7 +194,8 @@ def main() -> None:
                 "model": raw_model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": asdict(config),
                 "iter_num": iteration + 1, "best_val_loss": best_val_loss,
             }  # fmt: skip
-            torch.save(checkpoint, args.out / "ckpt.pt")
+            torch.save(checkpoint, args.out / "ckpt.new")
+            (args.out / "ckpt.new").replace(args.out / "ckpt.pt")  # which is whole, whenever the job is ended
     if ddp:
         dist.destroy_process_group()
 
