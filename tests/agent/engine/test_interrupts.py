@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import errno
 import os
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
 from tidegate.agent.tiers.transfers import run_transfer
-from tidegate.errors import EngineError, LaneStuckError
+from tidegate.errors import EngineError
 from tidegate.kernels import IoTicket
 from tidegate.plan import Plan
 from tidegate.plan.ops import Op, OpKind
@@ -83,111 +82,6 @@ def test_ctrl_c_while_a_plan_starts_leaves_a_usable_optimizer(when: str) -> None
             optimizer.step()
         plain.step(grads)
         assert plain.same_weights(params)
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def raise_it(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return raise_it
-
-
-@pytest.mark.parametrize("storage", [False, True], ids=["host", "path"])
-@pytest.mark.parametrize("then", ["step", "backward anew"])
-def test_a_step_after_a_drop_that_was_cut_short_updates_all(
-    storage: bool, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by a second Ctrl-C while `state_dict()` waits for the ops of the plan that it drops."""
-    offload = dataclasses.replace(MIXED, paths={"one": tmp_path}, host_cache=0) if storage else MIXED
-    params = params_of((400,), (300,))
-    with tidegate.AdamW(params, offload=offload) as optimizer:
-        plain = plain_of(optimizer)
-        assert trained(params, optimizer, plain, range(2))
-        optimizer.zero_grad()
-        grads = random_grads(params, 2, some=False)
-        backward(params, grads)
-        executor = optimizer.engine._executor
-        with monkeypatch.context() as patched:
-            patched.setattr(executor, "_wait", raising(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.state_dict()
-        optimizer.engine.stage()  # as the next forward does: not while ops still use the memory
-        if then == "backward anew":
-            for param in params:
-                param.grad = None
-            backward(params, grads)
-        optimizer.step()
-        plain.step(grads)
-        assert plain.same_weights(params)
-        assert optimizer.steps == (3, 3)
-        assert trained(params, optimizer, plain, range(3, 5))
-
-
-def test_released_gradients_are_gone_after_a_drop_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = params_of((400,), (300,))
-    with tidegate.AdamW(params, offload=dataclasses.replace(MIXED, gradients="release")) as optimizer:
-        plain = plain_of(optimizer)
-        assert trained(params, optimizer, plain, range(2))
-        optimizer.zero_grad()
-        backward(params, random_grads(params, 2, some=False))
-        executor = optimizer.engine._executor
-        with monkeypatch.context() as patched:
-            patched.setattr(executor, "_wait", raising(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.zero_grad()
-        assert all(param.grad is None for param in params)
-        optimizer.step()
-        assert optimizer.steps == (2, 2), "there was nothing to update"
-        assert trained(params, optimizer, plain, range(3, 5))
-
-
-def test_a_plan_whose_start_was_cut_short_is_dropped_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a second Ctrl-C when lanes run the plan already, and the engine does not know of it yet."""
-    params = params_of((400,), (300,))
-    with tidegate.AdamW(params, offload=MIXED) as optimizer:
-        plain = plain_of(optimizer)
-        assert trained(params, optimizer, plain, range(2))
-        optimizer.zero_grad()
-        grads = random_grads(params, 2, some=False)
-        executor = optimizer.engine._executor
-        start = executor.start
-
-        def starting(*given: Any) -> None:
-            start(*given)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(executor, "start", starting)
-            with pytest.raises(KeyboardInterrupt):
-                backward(params, grads)
-        for param in params:
-            param.grad = None
-        backward(params, grads)
-        optimizer.step()
-        plain.step(grads)
-        assert plain.same_weights(params)
-        assert trained(params, optimizer, plain, range(3, 5))
-
-
-def test_a_lane_that_is_stuck_while_a_plan_is_dropped_makes_the_optimizer_unusable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    params = params_of((400,))
-    with tidegate.AdamW(params, offload=MIXED) as optimizer:
-        backward(params, random_grads(params, 0, some=False))
-        executor = optimizer.engine._executor
-
-        def find_stuck(*_: Any) -> None:
-            executor.stuck = True
-            raise LaneStuckError("Lane h2d is stuck")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(executor, "stuck", False)  # as it is again after this block
-            patched.setattr(executor, "_wait", find_stuck)
-            with pytest.raises(LaneStuckError):
-                optimizer.zero_grad()
-        with pytest.raises(EngineError, match="not usable: LaneStuckError: Lane h2d is stuck"):
-            optimizer.step()
 
 
 def test_ctrl_c_in_wait_loses_no_result() -> None:
@@ -463,57 +357,3 @@ def test_wherever_a_handler_raises_in_a_step_the_step_is_whole_or_the_optimizer_
             assert trained(params, optimizer, plain, range(2, 4)), at
             assert optimizer.num_steps == 4
     assert usable == {1, 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gradients", ["keep", "release"])
-@pytest.mark.parametrize("what", ["drop", "start", "backward"])
-def test_wherever_a_handler_raises_before_a_step_the_next_step_is_whole(
-    what: str, gradients: Literal["keep", "release"]
-) -> None:
-    """Released gradients are dropped then; others stay in `.grad`, and another backward adds to them, as in torch."""
-    offload = dataclasses.replace(MIXED, gradients=gradients)
-
-    def begun() -> tuple[list[torch.nn.Parameter], tidegate.AdamW, Any]:
-        params = params_of((400,), (300,))
-        optimizer = tidegate.AdamW(params, offload=offload)
-        plain = plain_of(optimizer)
-        assert trained(params, optimizer, plain, range(1))
-        optimizer.zero_grad()
-        if what == "drop":
-            backward(params, random_grads(params, 1, some=False))
-        return params, optimizer, plain
-
-    def raised_at(place: int, params: list[torch.nn.Parameter], optimizer: tidegate.AdamW) -> int:
-        engine = optimizer.engine
-        with suppress(SystemExit), RaisesAtCall(place) as counting:
-            match what:
-                case "drop":
-                    engine.drop_plan(dropping=True)
-                case "start":
-                    engine.start()
-                case "backward":
-                    backward(params, random_grads(params, 1, some=False))
-        return counting.places
-
-    params, first, _ = begun()
-    with first:
-        places = raised_at(-1, params, first)
-    assert places > 20
-    for at in range(1, places + 1, 1 if what == "drop" else 5):
-        params, optimizer, plain = begun()
-        with optimizer:
-            raised_at(at, params, optimizer)
-            assert optimizer.engine.usable, at
-            if gradients == "release":
-                optimizer.zero_grad()
-            grads = random_grads(params, 1, some=False)
-            if what != "drop" or gradients == "release":
-                backward(params, grads)
-            if gradients == "keep":
-                grads = [param.grad.clone() for param in params if param.grad is not None]
-            optimizer.step()
-            plain.step(grads)
-            assert plain.same_weights(params), at
-            assert optimizer.steps == (2, 2), at
-            assert trained(params, optimizer, plain, range(2, 4)), at
