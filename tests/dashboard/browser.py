@@ -30,7 +30,7 @@ ARGUMENTS = [
     "--no-pings",
 ]
 PATIENCE_MS = 90_000
-"""Milliseconds that a page may take. Two cores may have much else to do."""
+"""Longest wait for something on a page, in milliseconds: two cores may be busy with other tests."""
 DRAWN = """() => {
   const charts = [...document.querySelectorAll('[data-testid="stPlotlyChart"]')];
   return charts.every(chart => chart.querySelector('.main-svg'));
@@ -39,7 +39,7 @@ DRAWN = """() => {
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """A real browser. From here on `expect` waits `PATIENCE_MS`; its own 5 s are too short beside other tests."""
+    """A real browser. Also sets the longest wait of `expect` to PATIENCE_MS, because its default, 5 s, is too short."""
     assert CHROMIUM.exists(), f"There is no {CHROMIUM}; as root, `make test` installs it (Debian package chromium)."
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
@@ -95,7 +95,7 @@ def is_ours(message: ConsoleMessage) -> bool:
 
 def settle(page: Page) -> None:
     """Waits until the page shows a run down to its last table, or says why not, and every chart is drawn."""
-    expect(page.locator(".tg-verdict").first).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.locator(".tg-verdict").first).to_be_visible()
     page.wait_for_function(DRAWN)
     expect(page.locator('[data-testid="stSkeleton"]')).to_have_count(0)
 

@@ -69,7 +69,7 @@ def test_the_first_screen_tells_the_essential(
         expect(page.locator(".tg-verdict")).to_contain_text("The update took")
         expect(page.locator(".tg-kpi").first).to_contain_text("/step")
         for part in ("table.tg", ".st-key-phase_history", ".st-key-stalls"):
-            bottom = page.evaluate("name => document.querySelector(name).getBoundingClientRect().bottom", part)
+            bottom = page.locator(part).first.evaluate("element => element.getBoundingClientRect().bottom")
             assert bottom <= 800, f"{part} is below the first screen"
         background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
         assert (sum(map(int, background[4:-1].split(",")[:3])) < 384) == dark

@@ -397,7 +397,7 @@ CRAWLING = STORED.model_copy(
 @pytest.mark.parametrize("split", ["auto", "nvme:1,pfs:1", "pfs:1"])
 def test_the_advice_for_a_slow_path_avoids_it_and_names_memory_beside(daemon: Daemon, split: str) -> None:
     """A path at 1/1000 of its speed: even the one subgroup that `auto` leaves there holds each update up."""
-    run, client = new_run(), daemon.client()
+    run, client = new_run(), daemon.client(timeout=60.0)  # each advice computes for a second, alone
     knobs = {"tier_split": split, "order": "pinned", "stride": "off"}
     agent = Agent(daemon, run, paths=PATHS, subgroups=SIZES, knobs=knobs, device_memory_bytes=400_000_000)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Request, expect, sync_playwright
+from playwright.sync_api import Request, expect
 
 from tests.daemon.live import Agent, Daemon, new_run
-from tests.dashboard.browser import ARGUMENTS, CHROMIUM, PATIENCE_MS
+from tests.dashboard.browser import PATIENCE_MS, chromium
 
 
 def test_the_address_itself_says_what_this_is_and_where_to_go(daemon: Daemon) -> None:
@@ -48,8 +48,7 @@ def requests() -> list[str]:
 @pytest.fixture
 def docs(daemon: Daemon, requests: list[str]) -> Iterator[object]:
     """The page /docs in a browser, drawn."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=ARGUMENTS)
+    with chromium() as browser:
         page = browser.new_page()
         page.set_default_timeout(PATIENCE_MS)
         wrong: list[str] = []
@@ -62,7 +61,6 @@ def docs(daemon: Daemon, requests: list[str]) -> Iterator[object]:
         page.on("request", note)
         page.goto(f"{daemon.url}/docs")
         yield page
-        browser.close()
         assert wrong == []
 
 
