@@ -45,8 +45,8 @@ class AdoptedTensors:
         """Begins to track a tensor. If a freed tensor with the same address is still tracked, the new tensor replaces
         it.
 
-        Ctrl-C may cut this short after any line. Then the tensor is tracked or not, all others still are, and only the
-        sums of bytes may be too high until the next sweep.
+        A KeyboardInterrupt after any line of this method leaves all other tensors tracked; only the sums of bytes may
+        then be too high until the next sweep.
         """
         address, one = tensor.data_ptr(), _Tensor(tensor, self._sweeps)
         self.most_bytes += one.nbytes
@@ -54,22 +54,22 @@ class AdoptedTensors:
         place = bisect_left(starts, address)
         if place == len(starts) or starts[place] != address:
             starts.insert(place, address)
-        was_young, self._young[address] = self._young.get(address), one
-        was_old = self._old.pop(address, None)
-        if was_old is not None:
-            self._old_bytes -= was_old.nbytes
-        freed = was_young or was_old
+        freed = self._young.get(address)
+        self._young[address] = one
+        if freed is None and (freed := self._old.pop(address, None)) is not None:
+            self._old_bytes -= freed.nbytes
         if freed is not None:
             self.most_bytes -= freed.nbytes
-            self._forget_start(address, freed, starts)
+            if _size_class(freed.nbytes) != _size_class(one.nbytes):
+                self._remove_start(address, freed)
         if len(self._young) > self._sweep_at:
             self._sweep()
 
-    def _forget_start(self, address: int, freed: _Tensor, present: list[int]) -> None:
-        """Removes the address from the list of the freed tensor, unless that is the list of the present one."""
-        starts = self._starts.get(_size_class(freed.nbytes), present)
+    def _remove_start(self, address: int, freed: _Tensor) -> None:
+        """Removes the start address of a freed tensor from the list of its size class, if it is there."""
+        starts = self._starts.get(_size_class(freed.nbytes), [])
         place = bisect_left(starts, address)
-        if starts is not present and place < len(starts) and starts[place] == address:
+        if place < len(starts) and starts[place] == address:
             del starts[place]
 
     def clear(self) -> None:

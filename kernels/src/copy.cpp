@@ -1,4 +1,4 @@
-// Copies past the cache: what is copied is used next by somebody else, or long after.
+// Copies of memory. Large copies bypass the cache, because the core that copies does not use the data again soon.
 #include <cstdint>
 #include <cstring>
 
@@ -15,11 +15,10 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kAhead = 1024;  // bytes between asking for a line and using it
-// Smaller copies fit into a core's cache, and may be used again there.
-constexpr size_t kSmallest = size_t(256) << 10;
+constexpr size_t kLeastStreamed = size_t(256) << 10;  // smaller copies fit into the cache of a core
 
-// `dst` begins a cache line; `nbytes` is a multiple of a line. A store that bypasses the cache does not read the line
-// first, so that a third of the memory traffic is saved.
+// Copies whole cache lines: `dst` begins one, and `nbytes` is a multiple of their size. An ordinary store reads the line
+// from memory first. These stores do not, which saves a third of the memory traffic.
 void stream_lines(char* dst, const char* src, size_t nbytes) {
   for (size_t i = 0; i < nbytes; i += kLine) {
     _mm_prefetch(src + i + kAhead, _MM_HINT_NTA);  // beyond the end this does nothing
@@ -32,7 +31,7 @@ void stream_lines(char* dst, const char* src, size_t nbytes) {
     _mm_stream_si128(to + 2, third);
     _mm_stream_si128(to + 3, fourth);
   }
-  _mm_sfence();  // these stores are not ordered otherwise: other threads must see them when the copy has ended
+  _mm_sfence();  // other threads must see these stores before later ones; without it their order is not defined
 }
 
 }  // namespace
@@ -40,7 +39,7 @@ void stream_lines(char* dst, const char* src, size_t nbytes) {
 void copy_bytes(void* dst, const void* src, size_t nbytes) {
   auto* to = static_cast<char*>(dst);
   const auto* from = static_cast<const char*>(src);
-  if (nbytes < kSmallest) {
+  if (nbytes < kLeastStreamed) {
     std::memcpy(to, from, nbytes);
     return;
   }

@@ -50,7 +50,7 @@ void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, Gr
 // sums[i] += elements[i]; the two never overlap.
 void accumulate(ThreadPool& pool, void* sums, GradDtype sum_dtype, const void* elements, GradDtype dtype, size_t numel);
 
-// Copies memory that does not overlap, past the cache if it is large.
+// Copies memory that does not overlap. Large copies bypass the cache.
 void copy_bytes(void* dst, const void* src, size_t nbytes);
 
 NormParts sum_of_squares(ThreadPool& pool, const void* elements, size_t numel, GradDtype dtype);
