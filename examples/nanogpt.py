@@ -195,7 +195,7 @@ def main() -> None:
                 "iter_num": iteration + 1, "best_val_loss": best_val_loss,
             }  # fmt: skip
             torch.save(checkpoint, args.out / "ckpt.new")
-            (args.out / "ckpt.new").replace(args.out / "ckpt.pt")  # which is whole, whenever the job is ended
+            (args.out / "ckpt.new").replace(args.out / "ckpt.pt")  # complete also if the job ends while it saves
     if ddp:
         dist.destroy_process_group()
 
