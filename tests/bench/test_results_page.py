@@ -20,6 +20,8 @@ try:
     from reporting.chart import WIDTH, Level, Point, Series, chart, legend_rows, linear, logarithmic
     from reporting.claims import CLAIMS, OVERHEAD
     from reporting.figures import PERCENT, RATIO, Bound, Figure, status, verdicts
+    from reporting.gpu import Gpu
+    from reporting.gpu import status as gpu_status
     from reporting.lines import Runs, Value, hardware, runs_of, value
     from reporting.page import ELSEWHERE, UNCOMMITTED, files, section
 finally:
@@ -177,3 +179,24 @@ def test_all_words_of_a_chart_are_escaped_and_inside() -> None:
 def test_a_ratio_has_two_decimals_and_its_spread() -> None:
     assert RATIO.show(Value(1.234, 1.0, 1.5)) == "1.23 (1.00 to 1.50)"
     assert RATIO.show(None) == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "within all bounds"),
+        ({"parity": {"weights_unlike_the_oracle": 0}}, "within all bounds"),
+        ({"parity": {"weights_unlike_the_oracle": 1}}, "**misses 1 of 1 bounds**"),
+        ({"watching": {"overhead_ratio": 0.008, "target": 0.005}}, "**misses 1 of 1 bounds**"),
+        (
+            {
+                "parity": {"weights_unlike_the_oracle": 0},
+                "watching": {"overhead_ratio": 0.004, "target": 0.005},
+                "iterations-1b": {"speedup": {"zero3_cpu": {"iteration_seconds": 1.0}}},
+            },
+            "**misses 1 of 3 bounds**",
+        ),
+    ],
+)
+def test_bounds_of_a_gpu_count_where_they_were_measured(files: dict[str, object], said: str) -> None:
+    assert gpu_status(Gpu(Path("gpu-nvidia-h200"), files)) == f"NVIDIA H200: {said}"
