@@ -36,9 +36,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "operation": (
         "alerts/**/test_*.py", "cli/test_cli.py", "cli/test_rules.py", "cli/doctor/test_gpu.py", "demo/**/test_*.py",
-        "deployment/**/test_*.py", "grafana/**/test_*.py", "bench/test_results_page.py", "test_docs.py",
-        "test_docstrings.py", "test_layers.py", "test_packaging.py", "test_page_blocks.py", "test_public_interface.py",
-        "test_release.py", "test_site.py",
+        "deployment/**/test_*.py", "grafana/**/test_*.py", "bench/test_results_page.py",
+        "test_compile_deepspeed.py", "test_docs.py", "test_docstrings.py", "test_layers.py", "test_packaging.py",
+        "test_page_blocks.py", "test_public_interface.py", "test_release.py", "test_site.py",
     ),
 }  # fmt: skip
 """File names and patterns below `tests/`."""
