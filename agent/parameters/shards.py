@@ -173,5 +173,7 @@ def _groups_of(param: torch.Tensor) -> Groups:
         return ()
     mesh = param.device_mesh
     return tuple(
-        mesh.get_group(dim) for dim, placed in enumerate(param.placements) if placed.is_shard() and mesh.size(dim) > 1
+        mesh.get_group(dim)
+        for dim, placed in enumerate(param.placements)
+        if not placed.is_replicate() and mesh.size(dim) > 1
     )

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tidegate
 from tests.agent.plain_adamw import PlainAdamW
@@ -43,6 +44,14 @@ def divided(mesh: DeviceMesh, model: torch.nn.Sequential | None = None) -> torch
     return model
 
 
+def divided_twice(mesh: DeviceMesh) -> torch.nn.Sequential:
+    """Tensor parallelism inside FSDP2, as torchtitan does: both divide the rows of the first layer's weight."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 32), torch.nn.GELU(), torch.nn.Linear(32, 6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return divided(mesh["dp"], model)
+
+
 def optimizer_of(model: torch.nn.Module, paths: Path | None = None, **settings: Any) -> tidegate.AdamW:
     offload = tidegate.Offload(
         device="emulated", stride=2.0, subgroup_numel=64, cpu_threads=1, gradients=settings.pop("gradients", "keep"),
@@ -58,8 +67,10 @@ def whole(tensors: Any) -> list[torch.Tensor]:
     return [tensor.full_tensor().detach().clone() for tensor in tensors]
 
 
-def backward(model: torch.nn.Module, step: int, scale: float = 1.0) -> None:
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+def backward(model: torch.nn.Module, step: int, scale: float = 1.0, part: int | None = None) -> None:
+    """`part`: which part of the batch; each rank has its own, unless tensor parallelism has ranks work on the same."""
+    part = dist.get_rank() if part is None else part
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + part))
     (scale * model(x).square().mean()).backward()
 
 
@@ -121,9 +132,8 @@ def sums_on_the_host_are_those_of_the_device(mesh: DeviceMesh) -> None:
             assert same(whole(model.parameters()), whole(twin.parameters())), f"summed, step {step}"
 
 
-def norms_are_of_all_ranks(mesh: DeviceMesh) -> None:
+def norms_are_of_all_ranks(model: torch.nn.Sequential, part: int | None = None) -> None:
     """Clipping, and the decision to skip, are the same everywhere."""
-    model = divided(mesh)
     alone = copy.deepcopy([torch.nn.Parameter(param) for param in whole(model.parameters())])
     theirs = torch.optim.AdamW(alone, lr=0.01, weight_decay=0.1)
     with optimizer_of(model, max_grad_norm=0.05) as optimizer:
@@ -131,7 +141,7 @@ def norms_are_of_all_ranks(mesh: DeviceMesh) -> None:
         skipped: list[bool] = []
         optimizer.observers.append(lambda result, _: (norms.append(result.grad_norm), skipped.append(result.skipped)))
         for step in range(4):
-            backward(model, step)
+            backward(model, step, part=part)
             for mine, param in zip(model.parameters(), alone, strict=True):
                 param.grad = mine.grad.full_tensor()
             if step == 2:
@@ -298,14 +308,17 @@ def main(folder: Path, what: str) -> None:
         equals_the_oracle(mesh, None)
         equals_the_oracle(mesh, folder / f"paths-{rank}")
         sums_on_the_host_are_those_of_the_device(mesh)
-        norms_are_of_all_ranks(mesh)
+        norms_are_of_all_ranks(divided(mesh))
         refuses_what_is_divided_otherwise(mesh)
         shows_its_state_as_dtensors(mesh)
         resumes_from_its_own_checkpoint(mesh, folder)
         save(mesh, folder)
+    elif what == "twice":
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        norms_are_of_all_ranks(divided_twice(both), part=both.get_local_rank("dp"))
     else:
         equals_the_oracle(mesh, None)
-        norms_are_of_all_ranks(mesh)
+        norms_are_of_all_ranks(divided(mesh))
         load(mesh, folder)
     (folder / f"{what}-{rank}").touch()
     dist.barrier()

@@ -29,3 +29,8 @@ def run_ranks(count: int, folder: Path, what: str) -> set[str]:
 def test_shards_equal_the_oracle_and_a_checkpoint_serves_another_number_of_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, "save") == {"save-0", "save-1"}
     assert run_ranks(4, tmp_path, "load") == {f"load-{rank}" for rank in range(4)}
+
+
+@pytest.mark.slow
+def test_under_tensor_parallelism_norms_are_of_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(4, tmp_path, "twice") == {f"twice-{rank}" for rank in range(4)}
