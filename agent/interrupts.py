@@ -1,11 +1,29 @@
-"""Delays Ctrl-C (SIGINT) while the engine does work that must not be interrupted."""
+"""Delays Ctrl-C (SIGINT), and what signal handlers raise, while the engine does work that must not be interrupted."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
+
+
+def wait_for_end(wait: Callable[[], bool]) -> None:
+    """Calls `wait`, which waits for a short time, until it returns True. Exceptions that end a call early, such as
+    Ctrl-C, do not end the wait; the first of them is raised afterwards.
+
+    For threads that use memory which the caller frees next.
+    """
+    first: BaseException | None = None
+    while True:
+        try:
+            if wait():
+                break
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class DelayInterrupt:

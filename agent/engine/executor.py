@@ -230,17 +230,25 @@ class Executor:
         execution.collect(self._lanes.issued_from(len(execution.spans)))
 
     def close(self) -> None:
-        """Ends the lane threads, except for a thread that is stuck. Idempotent."""
+        """Ends the lane threads, except for a thread that is stuck. Idempotent. If an op still runs afterwards, because
+        an exception has cut the wait for it short, the executor is `stuck`: its memory must not be freed."""
         if not self.closed:
             close_all(*(() if self.stuck else (self.cancel,)), self._end_threads)
 
     def _end_threads(self) -> None:
         self.closed = True
         self._lanes.close()
+        seconds = 0.1 if self.stuck else 5.0
+        known, self.stuck = self.stuck, True  # until the threads have ended, whatever cuts this short
+        for thread in self._threads:
+            thread.join(seconds)
+        self.stuck = known or self._is_in_use()
         if self.stuck:
             _keep_for_ever(self._in_use)
-        for thread in self._threads:
-            thread.join(timeout=0.1 if self.stuck else 5.0)
+
+    def _is_in_use(self) -> bool:
+        """Whether an op still runs, or may still run, and uses the memory of the runner."""
+        return any(thread.is_alive() for thread in self._threads) or not self._lanes.wait_for_tasks(0.0)
 
     def stop_before_exit(self, deadline: float) -> None:
         """Finishes the update and ends the lane threads before the interpreter exits (see `interpreter_exit`).
@@ -263,7 +271,8 @@ class Executor:
         latest = max(deadline, time.monotonic()) + LONGEST_WAIT_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, latest - time.monotonic()))
-        if not self._lanes.wait_for_tasks(0.0):
+        if self._is_in_use():
+            self.stuck = True
             _keep_for_ever(self._in_use)
 
     def _wait(self, until: Until, numbers: Sequence[int] = ()) -> None:

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
+from tidegate.agent.interrupts import wait_for_end
 from tidegate.agent.tiers.disk_space import free_bytes, too_large_message
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
-from tidegate.agent.tiers.transfers import Operation, PathCounters, PreparedMove, Transfer, run_transfer
+from tidegate.agent.tiers.transfers import POLL_SECONDS, Operation, PathCounters, PreparedMove, Transfer, run_transfer
 from tidegate.errors import BlockDamaged, DataTruncated, PathFailed, PathFull, PathUnusable
 from tidegate.kernels import IoPool, IoTicket, aligned_buffer, crc32c
 from tidegate.kernels.dispatch import TransferTask
@@ -242,8 +243,7 @@ class FileMover:
         tickets: list[IoTicket] = [
             getattr(self.pool, way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
         ]
-        for ticket in tickets:
-            ticket.wait()
+        wait_for_end(lambda: all(ticket.wait(POLL_SECONDS) for ticket in tickets))
         for way, ticket in zip(ways, tickets, strict=True):
             if not ticket.ok:
                 why = os.strerror(ticket.error or errno.EIO)

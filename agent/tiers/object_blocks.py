@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from tidegate.agent.interrupts import wait_for_end
 from tidegate.agent.tiers.object_client import Client, RequestFailed
 from tidegate.agent.tiers.object_settings import ObjectSettings
-from tidegate.agent.tiers.transfers import Operation, PathCounters, no_op
+from tidegate.agent.tiers.transfers import POLL_SECONDS, Operation, PathCounters, no_op
 from tidegate.errors import BlockDamaged, DataTruncated
 from tidegate.kernels import copy, crc32c
 
@@ -80,7 +81,7 @@ class BlockMover:
         finally:
             for future in futures:
                 future.cancel()
-            wait(futures)
+            wait_for_end(lambda: not wait(futures, POLL_SECONDS).not_done)
         for future in futures:
             if not future.cancelled():
                 future.result()

@@ -12,7 +12,7 @@ from math import isnan
 from typing import Final, Literal
 
 from tidegate.agent.devices.base import DoneEvent
-from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.interrupts import DelayInterrupt, wait_for_end
 from tidegate.kernels import IoTicket
 from tidegate.kernels.dispatch import TransferTask
 
@@ -40,8 +40,7 @@ def run_transfer(begin: Callable[[], IoTicket], begun: Callable[[], None] = no_o
                 pass  # lets Python handle signals
         except BaseException:  # a second Ctrl-C, or what another handler raises
             ticket.cancel()
-            while not ticket.wait(POLL_SECONDS):
-                pass
+            wait_for_end(lambda: ticket.wait(POLL_SECONDS))
             raise
     return ticket
 

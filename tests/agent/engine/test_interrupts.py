@@ -147,24 +147,26 @@ def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
 
 
 class SlowTicket:
-    """A transfer that ends when it was cancelled, or waited for often enough."""
+    """A transfer that ends when it was cancelled, or waited for often enough. In the first waits a handler raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, raises: int = 1) -> None:
         self.waits = 0
         self.is_cancelled = False
+        self._raises = raises
 
     def wait(self, timeout: float | None = None) -> bool:
         self.waits += 1
-        if self.waits == 1:
-            raise TimeoutError("a handler of the user's")
+        if self.waits <= self._raises:
+            raise TimeoutError(f"a handler of the user's, time {self.waits}")
         return self.waits > 3
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
 
-def test_what_interrupts_a_transfer_of_a_checkpoint_is_raised_when_the_transfer_is_over() -> None:
-    ticket = SlowTicket()
+@pytest.mark.parametrize("raises", [1, 2, 3])
+def test_what_interrupts_a_transfer_of_a_checkpoint_is_raised_when_the_transfer_is_over(raises: int) -> None:
+    ticket = SlowTicket(raises)
     with pytest.raises(TimeoutError, match="of the user's"):
         run_transfer(lambda: cast(IoTicket, ticket))
     assert ticket.is_cancelled

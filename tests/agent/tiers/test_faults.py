@@ -384,6 +384,37 @@ def test_a_read_that_hangs_is_named_and_close_leaves_its_memory_alone(tmp_path: 
         release.set()
 
 
+def test_a_close_that_is_cut_short_while_a_read_runs_leaves_its_memory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a handler of the user's that raises while close() waits for the read."""
+    release, reads = threading.Event(), threading.Event()
+
+    def hang() -> int:
+        reads.set()
+        return release.wait(60) and 0
+
+    def cut_short(*_: object) -> None:
+        raise TimeoutError("a handler of the user's")
+
+    try:
+        with training(two(tmp_path), tier_split="bad:1,good:1") as pair:
+            train(pair, 0)
+            break_path(pair.optimizer, BAD, "read", hang)
+            for param in pair.params:
+                param.sum().backward()
+            assert reads.wait(60), "lanes read ahead of step()"
+            engine = pair.optimizer.engine
+            monkeypatch.setattr(engine._executor, "_wait", cut_short)
+            with pytest.raises(TimeoutError):
+                pair.optimizer.close()
+            assert engine.memory.host_slots
+            pair.optimizer.close()
+            assert engine.memory.host_slots
+    finally:
+        release.set()
+
+
 # ---- anything at all
 
 FAULTS = st.lists(

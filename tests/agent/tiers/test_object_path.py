@@ -38,6 +38,7 @@ from tests.agent.tiers.object_server import (
 )
 from tests.examples import examples
 from tests.services import ROOT, free_port
+from tidegate.agent.tiers import object_blocks
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.state_file import StateKind, padded_bytes
@@ -127,6 +128,39 @@ def test_calibration_measures_and_leaves_nothing(server: S3Server) -> None:
         assert min(speeds.read_bytes_per_second, speeds.write_bytes_per_second) > 0
         assert path.counters.bytes == {"read": 0, "write": 0}
     assert server.keys("calibrated") == []
+
+
+def test_what_interrupts_a_read_twice_is_raised_when_no_thread_uses_the_memory_any_more(
+    server: S3Server, front: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does that is pressed again because a slow store has not answered the first one."""
+    asked, release, ended = threading.Event(), threading.Event(), []
+
+    def late(request: Asked) -> None:
+        if request.method == "GET" and request.path.endswith("/00000"):
+            asked.set()
+            release.wait(60)
+            ended.append(request)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        waits.append(1)
+        if len(waits) <= 2:
+            assert asked.wait(60)
+            raise KeyboardInterrupt
+        release.set()
+        return wait(*given, **named)
+
+    waits: list[int] = []
+    wait = object_blocks.wait
+    with closing(made_path(settings_of(front.endpoint, "twice"))) as path:
+        path.make(kind())
+        memory = written(path, 1)
+        front.answer = late
+        monkeypatch.setattr(object_blocks, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            path.read(0, memory.ctypes.data)
+        assert ended
+        assert len(waits) >= 3
 
 
 def test_a_flush_that_fails_leaves_the_one_before(server: S3Server, front: Gate) -> None:
