@@ -58,7 +58,7 @@ class Arena:
     allocated and when it is freed."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.memory = torch.empty(capacity_bytes, dtype=torch.uint8)
+        self.memory = torch.empty(capacity_bytes, dtype=torch.uint8, device="cpu")
         self.base = self.memory.data_ptr()
         self.capacity_bytes = capacity_bytes
         self.blocks: list[tuple[int, int]] = []

@@ -309,8 +309,10 @@ class StateMemory:
                 arrays["remainder"][start : start + weights.numel()] = 0
             if "master" in arrays:
                 master, weight = arrays["master"][start : start + weights.numel()], weights.detach().cpu()
-                stays = (master.to(weight.dtype) == weight) if where_changed else False
-                master.copy_(torch.where(torch.as_tensor(stays), master, weight.float()))
+                changed = weight.float()
+                if where_changed:
+                    changed = torch.where(master.to(weight.dtype) == weight, master, changed)
+                master.copy_(changed)
 
     def _is_never_written(self, subgroup: int) -> bool:
         """Whether the state was assigned to a path and never written: it is all zeros, and needs no reading."""

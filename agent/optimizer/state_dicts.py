@@ -46,7 +46,7 @@ def gather(engine: Engine, params: Sequence[torch.Tensor], steps: Sequence[int])
                     flat(whole)[s.offset : s.offset + s.numel] = array[s.start : s.start + s.numel]
     return {
         i: {
-            "step": torch.tensor(float(step)),
+            "step": torch.tensor(float(step), device="cpu"),
             **{name: wrap_like(params[i], part) for name, part in gathered[i].items()},
         }
         for i, step in enumerate(steps)

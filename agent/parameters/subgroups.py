@@ -167,6 +167,11 @@ def check_param(param: torch.Tensor, index: int, rule: UpdateRule) -> None:
             f"Parameter {index} (shape {tuple(param.shape)}, strides {param.stride()}) has gaps in memory; "
             "make it contiguous before the optimizer is built."
         )
+    if param.numel() and param.device.type != "meta" and not param.data_ptr():
+        raise ParameterError(
+            f"Parameter {index} is a {type(param.data).__name__}, which has no memory of its own (a wrapper of other "
+            "tensors): give it to another optimizer."
+        )
 
 
 def check_distinct(params: Sequence[torch.Tensor]) -> None:

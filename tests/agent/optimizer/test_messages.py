@@ -111,9 +111,25 @@ def test_that_the_device_is_emulated_is_said_once(
     assert "say nothing about a GPU" in said[0]
 
 
+class Wrapped(torch.Tensor):
+    """A tensor around another, as libraries for other number formats have: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return Wrapped(args[0].inner)
+
+
 @pytest.mark.parametrize(
     ("param", "words"),
     [
+        (Wrapped(torch.zeros(3)), ["Parameter 0 is a Wrapped", "no memory of its own", "another optimizer"]),
         (torch.zeros(3, dtype=torch.float64), ["torch.float64", "float32, bfloat16, float16", "model.float()"]),
         (torch.zeros(3, dtype=torch.complex64), ["torch.complex64", "another optimizer"]),
         (torch.eye(3).to_sparse(), ["torch.sparse_coo", "to_dense()"]),

@@ -227,6 +227,24 @@ def test_parameters_that_share_memory_are_refused_also_later() -> None:
         pass
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_default_device_of_the_script_changes_nothing(dtype: torch.dtype) -> None:
+    """As torch.set_default_device("cuda") does; "meta" is one that every machine has."""
+    params, others = params_of((300,), dtype=dtype), params_of((300,), dtype=dtype)
+    with torch.device("meta"), tidegate.AdamW(params, lr=0.1, offload=MIXED) as optimizer:
+        with torch.device("cpu"):
+            run_steps(optimizer, params, 0, 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        params[0].data.mul_(1.5)
+        with torch.device("cpu"):
+            run_steps(optimizer, params, 2, 2)
+    with tidegate.AdamW(others, lr=0.1, offload=MIXED) as optimizer:
+        run_steps(optimizer, others, 0, 2)
+        others[0].data.mul_(1.5)
+        run_steps(optimizer, others, 2, 2)
+    assert torch.equal(params[0], others[0])
+
+
 def test_one_tensor_and_repeated_parameters_are_refused() -> None:
     param = params_of((3,))[0]
     with pytest.raises(TypeError, match="iterable"):
