@@ -4,11 +4,15 @@ logged as warnings, and training continues."""
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Final
+from urllib.parse import urlsplit
 
+import psutil
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.nn.parallel import DistributedDataParallel
@@ -102,6 +106,32 @@ def metrics_port_of_rank(first: int) -> int:
             f"choose a lower metrics_port, or 0 for a free one."
         )
     return first and first + here
+
+
+def warn_if_unreachable(settings: AttachSettings, metrics_address: str) -> None:
+    """Logs a warning if the daemon is on another host and only this host reaches `metrics_address` ("host:port")."""
+    if settings.daemon is None or not _is_this_host(metrics_address.rpartition(":")[0]):
+        return
+    daemon = urlsplit(settings.daemon).hostname or ""
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    if _is_this_host(daemon) or daemon in own or daemon == socket.gethostname():
+        return
+    log.warning(
+        "The metrics of this rank are at %s, which other hosts do not reach, and the daemon is at %s: a Prometheus "
+        "there gets no metrics of this rank. Give attach() this host's address in the network of the daemon as "
+        'metrics_bind=; or metrics_bind="0.0.0.0" and that address as advertise_host=.',
+        metrics_address, settings.daemon,
+        extra=event("metrics_unreachable", metrics_address=metrics_address, daemon=settings.daemon),
+    )  # fmt: skip
+
+
+def _is_this_host(host: str) -> bool:
+    """Whether an address leads each host to itself: loopback, or the address for all interfaces."""
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def configure_logs(strict: bool) -> None:

@@ -21,6 +21,7 @@ from tidegate.agent.control.attach_checks import (
     metrics_port_of_rank,
     raise_on_all_ranks,
     validated,
+    warn_if_unreachable,
 )
 from tidegate.agent.control.committed_knobs import CommittedKnobs
 from tidegate.agent.control.daemon_link import AgentLink
@@ -86,6 +87,7 @@ class Attachment:
                 )
                 undo.callback(self._stop)
                 self.metrics_address = f"{settings.advertise_host or bind}:{self._metrics.port}"
+                warn_if_unreachable(settings, self.metrics_address)
                 self.link = connect(settings, lambda: self._hello(settings.reset_knobs), self._messages, self.rank)
             self._synchronize(optimizer.num_steps + 1)
             undo.pop_all()

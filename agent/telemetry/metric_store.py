@@ -76,13 +76,16 @@ class MetricStore:
         value."""
         self.set_series(name, {} if value is None else {(): value})
 
+    def create_histogram(self, name: str, *labels: str) -> None:
+        """Creates a series of a histogram, without observations; does nothing if the series exists."""
+        self._histograms[name].setdefault(labels, Histogram(_BUCKETS[name]))
+
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
         """Adds one observation to a histogram. `step`: number of its step, with which it becomes the exemplar of its
         bucket; None for no exemplar. `timestamp`: seconds since the epoch; 0 for now."""
-        series = self._histograms[name]
-        if labels not in series:
-            series[labels] = Histogram(_BUCKETS[name])
-        series[labels].observe(value, None if step is None else Exemplar(step, value, timestamp or time.time()))
+        self.create_histogram(name, *labels)
+        exemplar = None if step is None else Exemplar(step, value, timestamp or time.time())
+        self._histograms[name][labels].observe(value, exemplar)
 
     def set_pending(self, name: str, rows: Mapping[Labels, float]) -> None:
         """Sets amounts that are shown in addition to a counter's total: work in progress, which `add` will count when

@@ -101,7 +101,7 @@ class Recorder:
         self._totals = Totals(steps=self.number)
         store = optimizer.engine.store
         self.path_names = tuple(store.paths) if store is not None else ()
-        step_metrics.initialize(self.metrics, self.path_names)
+        step_metrics.initialize(self.metrics, self.number, self.path_names)
         self._residences = ("host", "device", *self.path_names)
         self._unprocessed: deque[tuple[FinishedStep, _KnownPlan]] = deque()
         self._unreported: deque[StepReport] = deque(maxlen=MAX_UNREPORTED_STEPS)
@@ -127,6 +127,7 @@ class Recorder:
             self.catch_up()
             self._unreported.clear()
             self.number = self._totals.steps = steps
+            self.metrics.set_value("tidegate_step", steps)
             self.last_step = None
 
     def record(self, result: StepResult, phases: StepPhases) -> None:

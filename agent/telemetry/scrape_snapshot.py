@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import psutil
 
@@ -20,6 +21,9 @@ from tidegate.metrics.family import LINK_REFUSALS, PATH_OPERATIONS
 from tidegate.timeline.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.timeline.timeline import PHASES, PhaseSpan
 
+_WORK: Final = ("forward", "backward", "update")
+"""Phases of a step; checkpoints and what lies between steps may take as long as they like."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentPath:
@@ -28,6 +32,8 @@ class CurrentPath:
     counters: PathCounters
     lock_timeouts: int
     retired: bool
+    lock_slots: int
+    """Number of processes of the node that may use the path at once; 0 without exclusive access."""
     capacity_bytes: int
     """Capacity in bytes; 0 for a path without a known limit, or whose directory is gone."""
     wear_bytes_per_day: int
@@ -41,6 +47,8 @@ class CurrentState:
     now: float
     phases: tuple[PhaseSpan, ...]
     """Phases of the steps that are not recorded yet, in order; the last phase is still running."""
+    step_seconds: float
+    """Time so far of forward, backward and update of the present step."""
     paths: Mapping[str, CurrentPath]
     desired: Mapping[str, KnobValue]
     effective: Mapping[str, KnobValue]
@@ -67,6 +75,7 @@ def read_current_state(
     return CurrentState(
         now=time.monotonic(),
         phases=phases,
+        step_seconds=sum(p.end - p.start for p in optimizer.phases.so_far() if p.phase in _WORK),
         paths=_current_paths(optimizer.engine.store, capacities),
         desired=optimizer.knobs.as_dict(paths=optimizer.engine.store is not None),
         effective=optimizer.effective_knobs(),
@@ -98,6 +107,7 @@ def _current_paths(store: TierStore | None, capacities: Mapping[str, int]) -> di
             lock_timeouts=path.lock_timeouts,
             retired=name in store.retired,
             capacity_bytes=capacities[name],
+            lock_slots=path.settings.lock_slots,
             wear_bytes_per_day=path.settings.wear_bytes_per_day if isinstance(path, StoragePath) else 0,
         )
         for name, path in store.paths.items()
@@ -111,6 +121,7 @@ def update_metrics(metrics: MetricStore, current: CurrentState) -> None:
         "tidegate_phase_open_seconds",
         {(phase,): current.now - open_phase.start if phase == open_phase.phase else 0.0 for phase in PHASES},
     )
+    metrics.set_value("tidegate_step_open_seconds", current.step_seconds)
     metrics.set_value("tidegate_device_memory_capacity_bytes", current.device_capacity_bytes)
     metrics.set_series(
         "tidegate_agent_overhead_seconds_total", {(part,): s for part, s in current.overhead_seconds.items()}
@@ -175,6 +186,7 @@ def _paths(metrics: MetricStore, current: CurrentState) -> None:
             (path, op): value for path, p in paths.items() for op, value in getattr(p.counters, counter).items()
         }
         metrics.set_series(f"tidegate_path_{counter}_total", rows)
+    metrics.set_series("tidegate_path_lock_slots", {(path,): p.lock_slots for path, p in paths.items() if p.lock_slots})
     metrics.set_series("tidegate_path_lock_timeouts_total", {(path,): p.lock_timeouts for path, p in paths.items()})
     metrics.set_series(
         "tidegate_path_taken_over_bytes_total", {(path,): p.counters.taken_over_bytes for path, p in paths.items()}

@@ -8,7 +8,7 @@ from typing import Final
 from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.plan.ops import path_lanes
 from tidegate.timeline.step_record import FinishedStep, PathSample
-from tidegate.timeline.timeline import STALL_CAUSES
+from tidegate.timeline.timeline import PHASES, STALL_CAUSES
 from tidegate.wire.step import StepReport, moved_by
 
 MIN_CEILING_BYTES: Final = 1 << 20
@@ -16,10 +16,13 @@ MIN_CEILING_BYTES: Final = 1 << 20
 ceiling (the best measured speed)."""
 
 
-def initialize(metrics: MetricStore, paths: Collection[str]) -> None:
-    """Creates counters with the value zero before the first step. `paths`: the run's storage paths."""
-    metrics.set_value("tidegate_steps_total", 0)
-    for name in ("skipped_steps", "tokens", "update_spill_seconds"):
+def initialize(metrics: MetricStore, num_steps: int, paths: Collection[str]) -> None:
+    """Creates counters and histograms with the value zero before the first step: Prometheus does not count the value
+    that a series begins with. `num_steps`: number of the last step. `paths`: the run's storage paths."""
+    metrics.set_value("tidegate_step", num_steps)
+    for phase in PHASES:
+        metrics.create_histogram("tidegate_phase_seconds", phase)
+    for name in ("steps", "skipped_steps", "tokens", "update_spill_seconds"):
         metrics.add(f"tidegate_{name}_total", 0)
     causes = [cause for cause in STALL_CAUSES if cause not in ("lock", "collective")]
     for cause in (*causes, *(lane for path in paths for lane in path_lanes(path))):
@@ -48,7 +51,8 @@ def set_forecast(metrics: MetricStore, seconds: Mapping[str, float]) -> None:
 
 def _step(metrics: MetricStore, report: StepReport) -> None:
     """Updates the metrics of step counts, phases, stalls, loss and gradient norm."""
-    metrics.set_value("tidegate_steps_total", report.step)
+    metrics.set_value("tidegate_step", report.step)
+    metrics.add("tidegate_steps_total", 1)
     metrics.add("tidegate_skipped_steps_total", int(report.skipped))
     metrics.add("tidegate_tokens_total", report.tokens or 0)
     metrics.set_value("tidegate_step_timestamp_seconds", report.timestamp)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from tidegate.grafana.dashboards.frame import frame, live_view, section, variable
+from tidegate.grafana.dashboards.frame import FIRING, frame, live_view, section, variable, window
 from tidegate.grafana.dashboards.panels import Column, PanelOptions, Query, lines, number, rows, states
 
 _STEP = (
-    'max by (run) (sum by (run, rank, host) (rate(tidegate_phase_seconds_sum{run=~"$run"}[$__rate_interval])) '
-    '/ (sum by (run, rank, host) (rate(tidegate_steps_total{run=~"$run"}[$__rate_interval])) > 0))'
+    'max by (run) (sum by (run, rank, host) (rate(tidegate_phase_seconds_sum{run=~"$run"}[$window])) '
+    '/ (sum by (run, rank, host) (rate(tidegate_steps_total{run=~"$run"}[$window])) > 0))'
 )
-_ALL = 'sum by (run) (rate(tidegate_phase_seconds_sum{run=~"$run"}[$__rate_interval]))'
-_UPDATE = 'sum by (run) (rate(tidegate_phase_seconds_sum{run=~"$run",phase="update"}[$__rate_interval]))'
-_STALL = 'sum by (run) (rate(tidegate_stall_seconds_total{run=~"$run",phase="update"}[$__rate_interval]))'
-_TOKENS = 'sum by (run) (rate(tidegate_tokens_total{run=~"$run"}[$__rate_interval]))'
+_ALL = 'sum by (run) (rate(tidegate_phase_seconds_sum{run=~"$run"}[$window]))'
+_UPDATE = 'sum by (run) (rate(tidegate_phase_seconds_sum{run=~"$run",phase="update"}[$window]))'
+_STALL = 'sum by (run) (rate(tidegate_stall_seconds_total{run=~"$run",phase="update"}[$window]))'
+_TOKENS = 'sum by (run) (rate(tidegate_tokens_total{run=~"$run"}[$window]))'
 _AGE = 'max by (run) (time() - tidegate_step_timestamp_seconds{run=~"$run"})'
 _BEHIND = (
     'max by (run) (tidegate_desired_generation{run=~"$run"}) - on (run) min by (run) (tidegate_generation{run=~"$run"})'
 )
-_FIRING = 'sum by (run) (ALERTS{alertstate="firing",run=~"$run"})'
+_FIRING = f"sum by (run) ({FIRING})"
 
 
 def dashboard() -> Dashboard:
     made = frame("fleet", "Tidegate / Fleet", "Are the runs well, and if not, which one.", one_run=False)
-    live_view(made.with_variable(variable("run", 'tidegate_agents{state=~".+"}')))
+    live_view(window(made.with_variable(variable("run", 'tidegate_agents{state=~".+"}'))))
     for add in (_now, _runs, _control):
         add(made)
     return made
@@ -49,7 +49,7 @@ def _now(made: Dashboard) -> None:
         number(
             PanelOptions(title="Alerts firing", unit="short", width=4, height=4,
                  why="Alerts of these runs; each names its runbook. Routing and silences are Alertmanager's."),
-            Query('count(ALERTS{alertstate="firing",run=~"$run"}) or vector(0)', "firing"),
+            Query(f"count({FIRING}) or vector(0)", "firing"),
             limits=((1, "orange"),),
         ),
         number(
@@ -124,16 +124,16 @@ def _runs(made: Dashboard) -> None:
                  "at 1.5 costs all of them half of an update."),
             Query(
                 'max by (run) (sum by (run, rank, host) '
-                '(rate(tidegate_phase_seconds_sum{run=~"$run",phase="update"}[$__rate_interval]))) '
+                '(rate(tidegate_phase_seconds_sum{run=~"$run",phase="update"}[$window]))) '
                 '/ (quantile by (run) (0.5, sum by (run, rank, host) '
-                '(rate(tidegate_phase_seconds_sum{run=~"$run",phase="update"}[$__rate_interval]))) > 0)',
+                '(rate(tidegate_phase_seconds_sum{run=~"$run",phase="update"}[$window]))) > 0)',
                 "{{run}}",
             ), limits=((1.5, "orange"),),
         ),
         states(
             PanelOptions(title="Alerts over time", unit="short", width=8,
                  why="Which alerts fired when. The dashboard Runbooks says what to do about each."),
-            Query('max by (run, alertname) (ALERTS{alertstate="firing",run=~"$run"})', "{{run}}: {{alertname}}"),
+            Query(f"max by (run, alertname) ({FIRING})", "{{run}}: {{alertname}}"),
             {"1": ("firing", "red")},
         ),
     )  # fmt: skip

@@ -13,6 +13,10 @@ from grafana_foundation_sdk.models import dashboard as model
 from tidegate.grafana.dashboards.panels import SOURCE
 
 TAG: Final = "tidegate"
+WINDOWS: Final = ("5m", "1m", "15m", "1h")
+"""Values of the variable `window`, the default first: the one of the alert rules."""
+FIRING: Final = 'ALERTS{alertname=~"Tidegate.*",alertstate="firing",run=~"$run"}'
+"""PromQL for Tidegate's alerts that fire. A Prometheus may hold alerts of other programs, also without a label run."""
 ALL: Final = model.VariableOption(text="All", value="$__all", selected=True)
 RANK: Final = 'run=~"$run",host=~"$host",rank=~"$rank"'
 """PromQL label matchers for the dashboard variables run, host and rank."""
@@ -83,7 +87,23 @@ def selectors(made: build.Dashboard, *, one_run: bool, path: bool = False) -> bu
     made.with_variable(variable("rank", 'tidegate_steps_total{run=~"$run",host=~"$host"}'))
     if path:
         made.with_variable(variable("path", f"tidegate_path_free_bytes{{{RANK}}}"))
-    return live_view(made)
+    return live_view(window(made))
+
+
+def window(made: build.Dashboard) -> build.Dashboard:
+    """Adds the variable `window`, the time over which rates are computed.
+
+    Most counters of a rank only grow when a step ends. A window shorter than a step shows nothing, or zero.
+    """
+    choices = [model.VariableOption(text=text, value=text, selected=text == WINDOWS[0]) for text in WINDOWS]
+    return made.with_variable(
+        build.IntervalVariable("window")
+        .label("Rates over")
+        .description("The time over which rates are computed. Choose two steps or more.")
+        .values(",".join(WINDOWS))
+        .options(choices)
+        .current(choices[0])
+    )
 
 
 def live_view(made: build.Dashboard) -> build.Dashboard:
@@ -122,7 +142,7 @@ def _generations() -> build.AnnotationQuery:
 def _alerts() -> build.AnnotationQuery:
     return _annotation(
         "Alerts",
-        'max by (run, alertname, severity) (ALERTS{alertstate="firing",run=~"$run"})',
+        f"max by (run, alertname, severity) ({FIRING})",
         title="{{alertname}}",
         text="{{run}}: {{alertname}} ({{severity}}).",
         tags="run,severity",

@@ -10,22 +10,38 @@ from tidegate.grafana.dashboards.frame import RANK, frame, section, selectors
 from tidegate.grafana.dashboards.panels import CEILING, PanelOptions, Query, heat, lines
 
 _PATH = f'{RANK},path=~"$path"'
-_WALL = f"sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$__rate_interval]))"
+_WALL = f"(sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$window])) > 0)"
 
 
 def _rate(metric: str, by: str, selector: str = RANK) -> str:
-    return f"sum by ({by}) (rate({metric}{{{selector}}}[$__rate_interval]))"
+    return f"sum by ({by}) (rate({metric}{{{selector}}}[$window]))"
 
 
 def _busy_speed(bytes_total: str, busy_total: str, by: str, selector: str) -> str:
-    """PromQL for the speed while busy, in bytes per second: bytes divided by busy seconds of each rank, summed over the
-    ranks.
+    """PromQL for the speed while busy, in bytes per second: bytes divided by busy seconds.
 
     by: labels that the result keeps. selector: label matchers of both metrics.
     """
-    rank = f"{by}, run, rank, host"
-    each = f"{_rate(bytes_total, rank, selector)} / ({_rate(busy_total, rank, selector)} > 0)"
-    return f"sum by ({by}) ({each})"
+    return f"{_rate(bytes_total, by, selector)} / ({_rate(busy_total, by, selector)} > 0)"
+
+
+def _link_speed() -> str:
+    """PromQL for the speed of the links while busy, by direction, summed over the ranks."""
+    each = _busy_speed(
+        "tidegate_link_bytes_total", "tidegate_link_busy_seconds_total", "direction, run, rank, host", RANK
+    )
+    return f"sum by (direction) ({each})"
+
+
+def _path_speed(selector: str) -> str:
+    """PromQL for the speed of the paths while busy, summed over the ranks that use a path at the same time: as many as
+    its `lock_slots` say, or all without exclusive access. `selector`: label matchers."""
+    place = "path, operation, run, host"
+    each = _busy_speed("tidegate_path_bytes_total", "tidegate_path_busy_seconds_total", f"{place}, rank", selector)
+    together = f"sum by ({place}) ({each})"
+    slots = f"max by (path, run, host) (tidegate_path_lock_slots{{{RANK}}})"
+    at_once = f"clamp_max({slots} / on (path, run, host) group_right () count by ({place}) ({each}), 1)"
+    return f"sum by (path, operation) ({together} * on ({place}) {at_once} or {together})"
 
 
 def dashboard() -> Dashboard:
@@ -45,7 +61,7 @@ def _stalls(made: Dashboard) -> None:
                  why="All phases. A lane that never shows up here is not worth making faster, however slow it is "
                  "below."),
             Query(f"{_rate('tidegate_stall_seconds_total', 'cause')} / on () group_left () "
-                  f"(sum(rate(tidegate_steps_total{{{RANK}}}[$__rate_interval])) > 0)", "{{cause}}"),
+                  f"(sum(rate(tidegate_steps_total{{{RANK}}}[$window])) > 0)", "{{cause}}"),
             stacked=True,
         ),
         lines(
@@ -68,8 +84,7 @@ def _link(made: Dashboard) -> None:
             PanelOptions(title="Speed while busy, against its ceiling", unit="Bps", width=8,
                  why="All ranks together. Dashed: the best that large copies reached in this run. Far below it the "
                  "copies are small, or something else uses the link."),
-            Query(_busy_speed("tidegate_link_bytes_total", "tidegate_link_busy_seconds_total", "direction", RANK),
-                  "{{direction}}"),
+            Query(_link_speed(), "{{direction}}"),
             Query(f"sum by (direction) (tidegate_link_ceiling_bytes_per_second{{{RANK}}})",
                   f"{CEILING} {{{{direction}}}}"),
         ),
@@ -106,8 +121,7 @@ def _speed_of_paths(operation: str) -> timeseries.Panel:
         PanelOptions(title=f"{operation.capitalize()} speed while busy, against its ceiling", unit="Bps", width=8,
              why="Chosen ranks together. Dashed: what the path did alone when the run began, per host. Below a "
              "third of it while it matters is TidegatePathSlow: someone else uses it, or it throttles."),
-        Query(_busy_speed("tidegate_path_bytes_total", "tidegate_path_busy_seconds_total", "path, operation", chosen),
-              "{{path}}"),
+        Query(_path_speed(chosen), "{{path}}"),
         Query(f"sum by (path) (max by (path, host) (tidegate_path_ceiling_bytes_per_second{{{chosen}}}))",
               f"{CEILING} {{{{path}}}}"),
     )  # fmt: skip
@@ -131,7 +145,7 @@ def _heat(made: Dashboard) -> None:
             PanelOptions(title="Slowest reads and writes", unit="s", width=8,
                  why="99 % took less. The slowest one decides when an update ends, not the mean."),
             Query("histogram_quantile(0.99, sum by (le, path, operation) "
-                  f"(rate(tidegate_path_operation_seconds_bucket{{{_PATH}}}[$__rate_interval])))",
+                  f"(rate(tidegate_path_operation_seconds_bucket{{{_PATH}}}[$window])))",
                   "{{path}}:{{operation}}"),
         ),
     )  # fmt: skip

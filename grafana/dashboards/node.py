@@ -36,7 +36,7 @@ def _ranks(made: Dashboard) -> None:
             PanelOptions(title="CPU cores in use by training", unit="short", width=6,
                  why="CPU seconds a second of all ranks of the host. Near the number of cores, updates on the CPU "
                  "fight the data loaders."),
-            Query(f"sum by (host, phase) (rate(tidegate_cpu_seconds_total{{{RANK}}}[$__rate_interval]))",
+            Query(f"sum by (host, phase) (rate(tidegate_cpu_seconds_total{{{RANK}}}[$window]))",
                   "{{host}} {{phase}}"),
             stacked=True,
         ),
@@ -48,7 +48,7 @@ def _ranks(made: Dashboard) -> None:
         lines(
             PanelOptions(title="Storage paths in use, all ranks", unit="Bps", width=6,
                  why="Bytes a second that the ranks of a host read and write on each path: what they share."),
-            Query(f"sum by (host, path) (rate(tidegate_path_bytes_total{{{RANK}}}[$__rate_interval]))",
+            Query(f"sum by (host, path) (rate(tidegate_path_bytes_total{{{RANK}}}[$window]))",
                   "{{host}} {{path}}"),
         ),
     )  # fmt: skip

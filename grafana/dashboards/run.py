@@ -8,13 +8,13 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from tidegate.grafana.dashboards.frame import RANK, frame, section, selectors
 from tidegate.grafana.dashboards.panels import CEILING, PanelOptions, Query, heat, lines, number
 
-_STEPS = f"sum(rate(tidegate_steps_total{{{RANK}}}[$__rate_interval]))"
-_UPDATE = f'sum(rate(tidegate_phase_seconds_sum{{{RANK},phase="update"}}[$__rate_interval]))'
-_STALLS = f'sum by (cause) (rate(tidegate_stall_seconds_total{{{RANK},phase="update"}}[$__rate_interval]))'
+_STEPS = f"sum(rate(tidegate_steps_total{{{RANK}}}[$window]))"
+_UPDATE = f'sum(rate(tidegate_phase_seconds_sum{{{RANK},phase="update"}}[$window]))'
+_STALLS = f'sum by (cause) (rate(tidegate_stall_seconds_total{{{RANK},phase="update"}}[$window]))'
 
 
 def _rate(metric: str, by: str, more: str = "") -> str:
-    return f"sum by ({by}) (rate({metric}{{{RANK}{more}}}[$__rate_interval]))"
+    return f"sum by ({by}) (rate({metric}{{{RANK}{more}}}[$window]))"
 
 
 def _a_step(metric: str, by: str, more: str = "") -> str:
@@ -44,13 +44,13 @@ def _now(made: Dashboard) -> None:
         number(
             PanelOptions(title="Seconds a step", unit="s", width=3, height=4,
                  why="Wall time of a step, mean of the ranks."),
-            Query(f"sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$__rate_interval])) / ({_STEPS} > 0)", "step"),
+            Query(f"sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$window])) / ({_STEPS} > 0)", "step"),
             spark=True,
         ),
         number(
             PanelOptions(title="Update's share", unit="percentunit", width=3, height=4,
                  why="Of the step. It is the part that Tidegate can do something about."),
-            Query(f"{_UPDATE} / sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$__rate_interval]))", "update"),
+            Query(f"{_UPDATE} / (sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$window])) > 0)", "update"),
             limits=((0.3, "yellow"), (0.5, "orange")), spark=True,
         ),
         number(
@@ -74,8 +74,9 @@ def _now(made: Dashboard) -> None:
             Query(f"min(tidegate_generation{{{RANK}}})", "generation"), decimals=0,
         ),
         number(
-            PanelOptions(title="Steps", unit="none", width=3, height=4, why="Optimizer steps of this run so far."),
-            Query(f"max(tidegate_steps_total{{{RANK}}})", "steps"), decimals=0,
+            PanelOptions(title="Steps", unit="none", width=3, height=4,
+                 why="Number of the last step. A run that goes on from a checkpoint counts on."),
+            Query(f"max(tidegate_step{{{RANK}}})", "steps"), decimals=0,
         ),
     )  # fmt: skip
 
@@ -121,7 +122,7 @@ def _phases(made: Dashboard) -> None:
                  "half a percent."),
             Query(
                 f"{_rate('tidegate_agent_overhead_seconds_total', 'part')} / on () group_left () "
-                f"sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$__rate_interval]))", "{{part}}",
+                f"(sum(rate(tidegate_phase_seconds_sum{{{RANK}}}[$window])) > 0)", "{{part}}",
             ), stacked=True, limits=((0.005, "orange"),),
         ),
     )  # fmt: skip
@@ -233,7 +234,7 @@ def _training(made: Dashboard) -> None:
         lines(
             PanelOptions(title="Tokens a second", unit="short", width=6,
                  why="As told by optimizer.log(), all ranks together."),
-            Query(f"sum(rate(tidegate_tokens_total{{{RANK}}}[$__rate_interval]))", "tokens"),
+            Query(f"sum(rate(tidegate_tokens_total{{{RANK}}}[$window]))", "tokens"),
         ),
         lines(
             PanelOptions(title="Steps skipped", unit="short", width=6,

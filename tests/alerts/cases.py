@@ -228,7 +228,7 @@ CASES: Final[tuple[Case, ...]] = (
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
-            'tidegate_phase_open_seconds{phase="update"}': "5x40 15+15x400",
+            "tidegate_step_open_seconds": "5x40 15+15x400",
         },
         at="13m",
         labels=RANK,
@@ -236,10 +236,10 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegateStepOverdue",
-        why="a run that has never made a second step has a minute, not for ever",
+        why="Prometheus has seen no step end: three times the mean of the process, and a minute",
         series={
             "tidegate_step_timestamp_seconds": "0x400",
-            'tidegate_phase_open_seconds{phase="forward"}': "0+15x400",
+            "tidegate_step_open_seconds": "0+15x400",
         },
         at="3m",
         labels=RANK,
@@ -252,7 +252,7 @@ CASES: Final[tuple[Case, ...]] = (
             "tidegate_step_timestamp_seconds": "0+60x10 600x500",
             'tidegate_phase_seconds_sum{phase="update"}': "0+60x10 600x500",
             "tidegate_steps_total": "0+4x10 40x500",
-            'tidegate_phase_open_seconds{phase="update"}': "5x10 60+60x500",
+            "tidegate_step_open_seconds": "5x10 60+60x500",
         },
         interval="1m",
         at="8h",
@@ -265,7 +265,7 @@ CASES: Final[tuple[Case, ...]] = (
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
-            'tidegate_phase_open_seconds{phase="update"}': "5x40 15+15x400",
+            "tidegate_step_open_seconds": "5x40 15+15x400",
         },
         at="12m15s",
     ),
@@ -275,7 +275,6 @@ CASES: Final[tuple[Case, ...]] = (
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
-            'tidegate_phase_open_seconds{phase="update"}': "0x400",
             'tidegate_phase_open_seconds{phase="checkpoint"}': "0x40 15+15x400",
         },
         at="30m",
@@ -286,7 +285,6 @@ CASES: Final[tuple[Case, ...]] = (
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
-            'tidegate_phase_open_seconds{phase="update"}': "0x400",
             'tidegate_phase_open_seconds{phase="other"}': "0x40 15+15x400",
         },
         at="18m",
@@ -297,12 +295,47 @@ CASES: Final[tuple[Case, ...]] = (
         series={
             "tidegate_step_timestamp_seconds": "0+15x40 600x400",
             **_HUNG,
-            'tidegate_phase_open_seconds{phase="update"}': "0x400",
             'tidegate_phase_open_seconds{phase="other"}': "0x40 15+15x400",
         },
         at="25m",
         labels=RANK,
         summary="llama rank 0: no step has ended for 15m 0s",
+    ),
+    Case(
+        alert="TidegateStepOverdue",
+        why="the step after a checkpoint of five minutes has just begun",
+        series={
+            "tidegate_step_timestamp_seconds": " ".join(f"{60 * n}x3" for n in range(10)) + " 600x400",
+            'tidegate_phase_seconds_sum{phase="update"}': "0+15x40 600x400",
+            "tidegate_steps_total": " ".join(f"{n}x3" for n in range(10)) + " 10x400",
+            "tidegate_step_open_seconds": "5x60 15+15x400",
+        },
+        at="15m45s",
+    ),
+    Case(
+        alert="TidegateStepOverdue",
+        why="steps take three minutes, and the second has not ended",
+        series={
+            "tidegate_step_timestamp_seconds": "_x12 180x11 360x400",
+            'tidegate_phase_seconds_sum{phase="update"}': "0x12 180x11 360x400",
+            "tidegate_steps_total": "0x12 1x11 2x400",
+            "tidegate_step_open_seconds": "0+15x12 0+15x11 0+15x400",
+        },
+        at="5m30s",
+    ),
+    Case(
+        alert="TidegateStepOverdue",
+        why="the first step hangs",
+        series={"tidegate_step_timestamp_seconds": "_x400", "tidegate_step_open_seconds": "0+15x400"},
+        at="40m",
+        labels=RANK,
+        summary="llama rank 0: no step has ended for 40m 0s",
+    ),
+    Case(
+        alert="TidegateStepOverdue",
+        why="the first step compiles for 25 minutes",
+        series={"tidegate_step_timestamp_seconds": "_x400", "tidegate_step_open_seconds": "0+15x400"},
+        at="25m",
     ),
     # ---- link and model
     Case(
@@ -382,9 +415,28 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegatePathSlow",
-        why="two ranks share what the path can do",
+        why="two ranks that take turns are together as slow as each",
         series=_path(busy=2, nbytes=4e8),
         second_rank=True,
+        labels={**PLACE, "operation": "read"},
+        summary="llama on host-1: reads of path nvme reach 20% of what it can do",
+    ),
+    Case(
+        alert="TidegatePathSlow",
+        why="two ranks that may use the path at once share what it can do",
+        series={**_path(busy=2, nbytes=4e8), 'tidegate_path_lock_slots{path="nvme"}': "2x400"},
+        second_rank=True,
+    ),
+    Case(
+        alert="TidegatePathSlow",
+        why="two ranks share what the path can do, without exclusive access",
+        series={**_path(busy=2, nbytes=4e8), 'tidegate_path_lock_slots{path="nvme"}': "_x400"},
+        second_rank=True,
+    ),
+    Case(
+        alert="TidegatePathSlow",
+        why="one rank of two uses it, alone as fast as the path can be",
+        series={**_path(busy=2, nbytes=2e9), 'tidegate_path_lock_slots{path="nvme"}': "8x400"},
     ),
     Case(
         alert="TidegatePathSlow",
@@ -647,6 +699,19 @@ CASES: Final[tuple[Case, ...]] = (
         why="a job was started with a wrong token, and again with the right one",
         series={'tidegate_refused_agents{reason="no-token"}': "0x20 1x4 0x400"},
         at="6m",
+    ),
+    Case(
+        alert="TidegateRankNotScraped",
+        why="its address is one that Prometheus does not reach",
+        series={'up{job="tidegate-agent"}': "0x400"},
+        labels=RANK,
+        summary="llama rank 0 on host-1: Prometheus has got no metrics from it for 5 minutes",
+    ),
+    Case(
+        alert="TidegateRankNotScraped",
+        why="the rank has died, and the daemon lists it for two minutes more",
+        series={'up{job="tidegate-agent"}': "1x20 0x8 _x400"},
+        at="8m",
     ),
     Case(
         alert="TidegateDaemonDown",

@@ -11,6 +11,7 @@ RUNBOOKS = Path(__file__).resolve().parents[2] / "docs" / "runbooks"
 HEADINGS = ("What it means", "What to look at", "What to do", "How to know that it is fixed")
 PLACEHOLDERS = {
     "RUN", "CAUSE", "PATH_NAME", "OTHER_PATH", "DIRECTORY", "STATE_DIR", "PORT", "TRAINING_COMMAND", "PID", "JOB",
+    "ADDRESS",
 }  # fmt: skip
 """What a reader puts in: words of capitals in the commands."""
 

@@ -173,7 +173,7 @@ def test_every_runbook_is_a_panel() -> None:
     assert {panel["title"]: panel["options"]["content"] for panel in board("runbooks")["panels"]} == pages
 
 
-ANY = {"run": ".*", "host": ".*", "rank": ".*", "path": ".*"}
+ANY = {"run": ".*", "host": ".*", "rank": ".*", "path": ".*", "window": "5m"}
 
 
 # ---- against a real run
@@ -224,6 +224,8 @@ def values(prom: Prometheus, name: str) -> dict[str, str]:
     """The variables of a dashboard with the values that Prometheus gives them: all of them, as one pattern."""
     chosen: dict[str, str] = {}
     for variable in board(name)["templating"]["list"]:
+        if variable["type"] == "interval":
+            chosen[variable["name"]] = variable["current"]["value"]
         if variable["type"] != "query":
             continue
         found = QUERY_VARIABLE.fullmatch(filled(variable["query"], chosen))

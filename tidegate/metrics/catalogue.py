@@ -72,8 +72,19 @@ _STEPS: Final = (
     _counter(
         "exposed_seconds", "seconds", _PHASE, "Time the training thread was blocked by Tidegate.", screen="Phases"
     ),
+    _gauge(
+        "step", "1", {}, "Number of the last step, as the optimizer counts: checkpoints carry it on.", screen="Header"
+    ),
     _gauge("step_timestamp_seconds", "seconds", {}, "When the last step ended, since the epoch.", screen="Header"),
-    _counter("steps", "steps", {}, "Optimizer steps finished.", screen="Header"),
+    _gauge(
+        "step_open_seconds", "seconds", {},
+        "How long forward, backward and update of the present step have lasted so far.",
+        unseen="For alerts on a step that does not end; the header names the present phase.",
+    ),
+    _counter(
+        "steps", "steps", {}, "Optimizer steps that this process has finished.",
+        unseen="For rates; the header has the number of the last step.",
+    ),
     _counter("skipped_steps", "steps", {}, "Steps skipped because of non-finite gradients.", screen="Header"),
     _counter("tokens", "tokens", {}, "Tokens trained on, as told by optimizer.log().", screen="Tokens"),
     _gauge("loss", "1", {}, "Last loss, as told by optimizer.log().", screen="Loss"),
@@ -128,6 +139,11 @@ _PATHS: Final = (
         "path_lock_wait_seconds", "seconds", _LANE,
         "Time that reads and writes waited for other processes of this node to leave a storage path.",
         screen="Storage paths", needs="paths",
+    ),
+    _gauge(
+        "path_lock_slots", "1", _PATH,
+        "How many processes of this node may use a storage path at once; absent without exclusive access.",
+        unseen=_RULES, needs="paths",
     ),
     _counter(
         "path_lock_timeouts", "waits", _PATH,

@@ -109,6 +109,22 @@ def test_after_a_state_dict_steps_are_the_runs_own(daemon: Daemon) -> None:
         resumed.told([6])
 
 
+def test_the_counter_of_steps_is_of_the_process_and_their_number_is_of_the_run(daemon: Daemon) -> None:
+    """Prometheus would take the steps before the resume for steps of the last minutes."""
+    first, resumed = Resumed(daemon), Resumed(daemon)
+    with first.optimizer, resumed.optimizer as optimizer:
+        first.step(5)
+        recorder = resumed.attachment.recorder
+        assert recorder.rows("tidegate_steps_total") == recorder.rows("tidegate_step") == {(): 0}
+        resumed.step(2)
+        optimizer.load_state_dict(first.optimizer.state_dict())
+        assert recorder.rows("tidegate_steps_total") == {(): 2}
+        assert recorder.rows("tidegate_step") == {(): 5}
+        resumed.step(1)
+        assert recorder.rows("tidegate_steps_total") == {(): 3}
+        assert recorder.rows("tidegate_step") == {(): 6}
+
+
 def test_an_optimizer_that_was_trained_before_it_is_attached(daemon: Daemon) -> None:
     resumed = Resumed(daemon)
     with resumed.optimizer:

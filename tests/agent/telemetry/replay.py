@@ -47,7 +47,7 @@ Values = dict[str, float]
 def replay(meter: MetricStore) -> MetricStore:
     """All that was recorded, told to `meter`."""
     run = json.loads((FOLDER / "run.json").read_text())
-    step_metrics.initialize(meter, PATHS)
+    step_metrics.initialize(meter, 0, PATHS)
     predicted: dict[str, float] = {}
     for step in run["steps"]:
         finished = _finished(step)
@@ -173,7 +173,7 @@ def _step(made: Any, bad: bool = False) -> None:
 
 def _moment(optimizer: Any, attachment: Any) -> CurrentState:
     seen = read_current_state(
-        optimizer, attachment.recorder.path_capacities, 2, {"recorder": 0.25, "sampler": 0.5}, GPU
+        optimizer, attachment.recorder.path_capacities, 2, {"recorder": 0.25, "sampler": 0.5}, GPU, 2, "token"
     )
     # As if the read had begun two seconds before.
     late = seen.now + 2.0
@@ -240,6 +240,7 @@ def _path_row(path: CurrentPath) -> dict[str, Any]:
             "errors": {"read": 3, "write": 4},
             "taken_over_bytes": 40_960,
         },
+        "lock_slots": path.lock_slots,
         "lock_timeouts": 5,
         "retired": True,
         "capacity_bytes": path.capacity_bytes,

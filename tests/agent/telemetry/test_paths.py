@@ -269,6 +269,7 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
                 lambda: run.value("tidegate_path_open_seconds", path="nvme", operation="read") > 0.2, "the read's time"
             )
             until(lambda: run.value("tidegate_phase_open_seconds") > 0.2, "the phase's time")
+            assert run.value("tidegate_step_open_seconds") > 0.2
             hung = busy()
             moved_so_far = run.value("tidegate_path_bytes_total")
         finally:

@@ -21,7 +21,7 @@ SHOWN = {
     "phase_seconds": "forward 610 ms",
     "exposed_seconds_total": "60.0 ms",
     "step_timestamp_seconds": "last step ended",
-    "steps_total": "step 25",
+    "step": "step 25",
     "skipped_steps_total": "0 skipped of 25",
     "tokens_total": ",4658.3]",
     "loss": ",3.8967]",
