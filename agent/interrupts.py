@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
+log = logging.getLogger("tidegate")
+
 
 def wait_for_end(wait: Callable[[], bool]) -> None:
-    """Calls `wait`, which waits for a short time, until it returns True. Exceptions that end a call early, such as
-    Ctrl-C, do not end the wait; the first of them is raised afterwards.
+    """Calls `wait`, which waits for a short time, until it returns True. Exceptions that signal handlers raise in it,
+    such as KeyboardInterrupt, do not end the wait; the first of them is raised afterwards.
 
-    For threads that use memory which the caller frees next.
+    For waits on other threads, whose memory the caller frees afterwards.
     """
     first: BaseException | None = None
     while True:
@@ -21,7 +24,9 @@ def wait_for_end(wait: Callable[[], bool]) -> None:
             if wait():
                 break
         except BaseException as error:
-            first = first or error
+            if first is None:
+                first = error
+                log.warning("Interrupted: waits until reads and writes that have begun have ended.")
     if first is not None:
         raise first
 

@@ -9,36 +9,46 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tests.services import free_port
 
 ABANDONED_SECONDS = 5.0
-"""A compilation closes its lock just before it removes it; it does not take so long in between."""
+"""Seconds without an owner after which a lock counts as abandoned. A compilation closes its lock just before it removes
+it, and takes much less time in between."""
 
 
 def holders(lock: Path) -> list[int]:
-    """The processes that have `lock` open: torch keeps it open for as long as it compiles."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(fd) == str(lock) for fd in (process / "fd").iterdir()):
-                found.append(int(process.name))
-        except OSError:  # It has ended, or somebody else started it.
-            continue
-    return found
+    """The processes that have `lock` open: torch keeps it open for as long as it compiles. Processes of other users and
+    containers are not seen."""
+    return [int(process.name) for process in Path("/proc").glob("[0-9]*") if str(lock) in _open_files(process)]
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    with suppress(OSError):  # The process has ended, or belongs to somebody else.
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):  # It was closed meanwhile, as that of this listing is.
+                yield os.readlink(descriptor)
+
+
+def _file_without_owner(lock: Path) -> int | None:
+    """Number of the lock's inode; None if the lock is held, or no longer there."""
+    with suppress(FileNotFoundError):
+        inode = lock.stat().st_ino
+        return None if holders(lock) else inode
+    return None
 
 
 def remove_abandoned_locks(builds: Path) -> None:
     """Removes locks of compilations that were killed: another compilation would wait for them without end."""
-    held_by_nobody = {}
-    for lock in builds.resolve().glob("*/lock"):
-        if not holders(lock):
-            held_by_nobody[lock] = lock.stat().st_ino
-    if held_by_nobody:
+    found = {lock: _file_without_owner(lock) for lock in builds.resolve().glob("*/lock")}
+    abandoned = {lock: inode for lock, inode in found.items() if inode is not None}
+    if abandoned:
         time.sleep(ABANDONED_SECONDS)
-    for lock, inode in held_by_nobody.items():
-        if lock.exists() and lock.stat().st_ino == inode and not holders(lock):
+    for lock, inode in abandoned.items():
+        if _file_without_owner(lock) == inode:
             print(f"A compilation was killed: its lock {lock} is removed.", file=sys.stderr)
             lock.unlink(missing_ok=True)
 

@@ -59,7 +59,7 @@ def step_seconds(op_seconds: float) -> float:
 
     op_seconds: fixed cost of one op.
     """
-    weight = torch.nn.Parameter(torch.zeros(TINY_NUMEL, dtype=torch.bfloat16))
+    weight = torch.nn.Parameter(torch.zeros(TINY_NUMEL, dtype=torch.bfloat16, device="cpu"))
     gradient = torch.zeros_like(weight)
     durations: list[float] = []
     # The emulated speeds do not matter: only a few bytes are copied.

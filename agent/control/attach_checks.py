@@ -112,17 +112,27 @@ def warn_if_unreachable(settings: AttachSettings, metrics_address: str) -> None:
     """Logs a warning if the daemon is on another host and only this host reaches `metrics_address` ("host:port")."""
     if settings.daemon is None or not _is_this_host(metrics_address.rpartition(":")[0]):
         return
-    daemon = urlsplit(settings.daemon).hostname or ""
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    if _is_this_host(daemon) or daemon in own or daemon == socket.gethostname():
+    if _leads_here(urlsplit(settings.daemon).hostname or ""):
         return
     log.warning(
         "The metrics of this rank are at %s, which other hosts do not reach, and the daemon is at %s: a Prometheus "
-        "there gets no metrics of this rank. Give attach() this host's address in the network of the daemon as "
-        'metrics_bind=; or metrics_bind="0.0.0.0" and that address as advertise_host=.',
+        "that has its targets from the daemon (/sd) gets no metrics of this rank. Give attach() this host's address in "
+        'the network of the daemon as metrics_bind=; or metrics_bind="0.0.0.0" and that address as advertise_host=.',
         metrics_address, settings.daemon,
         extra=event("metrics_unreachable", metrics_address=metrics_address, daemon=settings.daemon),
     )  # fmt: skip
+
+
+def _leads_here(host: str) -> bool:
+    """Whether a host name or an address is one of this host."""
+    if _is_this_host(host) or host == socket.gethostname().lower():
+        return True
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    except OSError:  # a name that nobody knows, or a host that hides its addresses
+        return False
+    return bool(found & own) or any(_is_this_host(address) for address in found)
 
 
 def _is_this_host(host: str) -> bool:

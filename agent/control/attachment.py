@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from typing import Self
@@ -87,7 +88,9 @@ class Attachment:
                 )
                 undo.callback(self._stop)
                 self.metrics_address = f"{settings.advertise_host or bind}:{self._metrics.port}"
-                warn_if_unreachable(settings, self.metrics_address)
+                arguments = settings, self.metrics_address
+                # A name server that does not answer must not delay the training.
+                threading.Thread(target=warn_if_unreachable, args=arguments, daemon=True).start()
                 self.link = connect(settings, lambda: self._hello(settings.reset_knobs), self._messages, self.rank)
             self._synchronize(optimizer.num_steps + 1)
             undo.pop_all()

@@ -17,6 +17,7 @@ a gradient has changed after its copy) or dropped (`cancel`) without harm.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -36,6 +37,8 @@ from tidegate.kernels.dispatch import Duty, Lanes, Outcome, Program, Until
 from tidegate.plan.ops import LANES, Op, OpKind
 from tidegate.plan.plan import Plan
 from tidegate.timeline.timeline import Span
+
+log = logging.getLogger("tidegate")
 
 POLL_SECONDS: Final = 0.1
 """Interval at which a thread that waits for ops handles signals (Ctrl-C) and checks whether a lane is stuck."""
@@ -235,16 +238,21 @@ class Executor:
         if not self.closed:
             close_all(*(() if self.stuck else (self.cancel,)), self._end_threads)
 
-    def _end_threads(self) -> None:
-        self.closed = True
-        self._lanes.close()
-        seconds = 0.1 if self.stuck else 5.0
-        known, self.stuck = self.stuck, True  # until the threads have ended, whatever cuts this short
-        for thread in self._threads:
-            thread.join(seconds)
-        self.stuck = known or self._is_in_use()
-        if self.stuck:
-            _keep_for_ever(self._in_use)
+    def _end_threads(self, latest: float | None = None) -> None:
+        """Ends the lane threads. `latest`: until when threads are waited for, in seconds on the monotonic clock; None
+        for 5 s a thread. If an op still runs then, or an exception cuts the wait short, the memory in use is kept."""
+        known, self.stuck = self.stuck, True
+        try:
+            self.closed = True
+            self._lanes.close()
+            for thread in self._threads:
+                thread.join(0.1 if known else 5.0 if latest is None else max(0.0, latest - time.monotonic()))
+            self.stuck = known or self._is_in_use()
+        finally:
+            if self.stuck:
+                _keep_for_ever(self._in_use)
+        if self.stuck and not known:
+            log.warning("Ops of this optimizer still run: the memory that they use is kept until the process ends.")
 
     def _is_in_use(self) -> bool:
         """Whether an op still runs, or may still run, and uses the memory of the runner."""
@@ -258,22 +266,13 @@ class Executor:
         """
         if self.closed or os.getpid() != self._pid:
             return
-        if self.stuck:
-            self._end_threads()
-            return
-        if self._lanes.is_stepping:
-            self._lanes.wait(Until.DONE, [], max(0.0, deadline - time.monotonic()))
-        if self._lanes.has_pending:
-            self._stopping = EngineError("The process ends, and the update was not finished.")
-            self._lanes.drop()
-        self.closed = True
-        self._lanes.close()
-        latest = max(deadline, time.monotonic()) + LONGEST_WAIT_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, latest - time.monotonic()))
-        if self._is_in_use():
-            self.stuck = True
-            _keep_for_ever(self._in_use)
+        if not self.stuck:
+            if self._lanes.is_stepping:
+                self._lanes.wait(Until.DONE, [], max(0.0, deadline - time.monotonic()))
+            if self._lanes.has_pending:
+                self._stopping = EngineError("The process ends, and the update was not finished.")
+                self._lanes.drop()
+        self._end_threads(max(deadline, time.monotonic()) + LONGEST_WAIT_SECONDS)
 
     def _wait(self, until: Until, numbers: Sequence[int] = ()) -> None:
         execution = self._current()

@@ -169,8 +169,8 @@ def check_param(param: torch.Tensor, index: int, rule: UpdateRule) -> None:
         )
     if param.numel() and param.device.type != "meta" and not param.data_ptr():
         raise ParameterError(
-            f"Parameter {index} is a {type(param.data).__name__}, which has no memory of its own (a wrapper of other "
-            "tensors): give it to another optimizer."
+            f"Parameter {index} is a {type(param.data).__name__}, which has no memory of its own (it wraps other "
+            "tensors, or its storage was freed): give it to another optimizer."
         )
 
 

@@ -78,7 +78,9 @@ class MetricStore:
 
     def create_histogram(self, name: str, *labels: str) -> None:
         """Creates a series of a histogram, without observations; does nothing if the series exists."""
-        self._histograms[name].setdefault(labels, Histogram(_BUCKETS[name]))
+        series = self._histograms[name]
+        if labels not in series:
+            series[labels] = Histogram(_BUCKETS[name])
 
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
         """Adds one observation to a histogram. `step`: number of its step, with which it becomes the exemplar of its

@@ -22,7 +22,7 @@ from tidegate.timeline.bytes_by_phase import Channel, start_of, totals_by_phase
 from tidegate.timeline.timeline import PHASES, PhaseSpan
 
 _WORK: Final = ("forward", "backward", "update")
-"""Phases of a step; checkpoints and what lies between steps may take as long as they like."""
+"""Phases that count for `tidegate_step_open_seconds`: checkpoints and pauses between steps do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def _current_paths(store: TierStore | None, capacities: Mapping[str, int]) -> di
             lock_timeouts=path.lock_timeouts,
             retired=name in store.retired,
             capacity_bytes=capacities[name],
-            lock_slots=path.settings.lock_slots,
+            lock_slots=path.lock_slots,
             wear_bytes_per_day=path.settings.wear_bytes_per_day if isinstance(path, StoragePath) else 0,
         )
         for name, path in store.paths.items()

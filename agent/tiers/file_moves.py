@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
-from tidegate.agent.interrupts import wait_for_end
+from tidegate.agent.interrupts import DelayInterrupt, wait_for_end
 from tidegate.agent.tiers.disk_space import free_bytes, too_large_message
 from tidegate.agent.tiers.path_locks import TierLocks
 from tidegate.agent.tiers.state_file import Header, StateKind, file_bytes, header_bytes, padded_bytes
@@ -240,10 +240,14 @@ class FileMover:
     def seconds(self, ways: tuple[Operation, ...], fd: int, memory: NDArray[np.uint8]) -> float:
         """Measures the seconds to transfer all of `memory` in each direction of `ways`, all directions at once. The
         content of the file does not matter. PathUnusable when a transfer fails."""
-        tickets: list[IoTicket] = [
-            getattr(self.pool, way)(fd, memory.ctypes.data, len(memory), 0, self._block_bytes) for way in ways
-        ]
-        wait_for_end(lambda: all(ticket.wait(POLL_SECONDS) for ticket in tickets))
+        tickets: list[IoTicket] = []
+        with DelayInterrupt():
+            try:
+                for way in ways:
+                    begin = getattr(self.pool, way)
+                    tickets.append(begin(fd, memory.ctypes.data, len(memory), 0, self._block_bytes))
+            finally:
+                wait_for_end(lambda: all(ticket.wait(POLL_SECONDS) for ticket in tickets))
         for way, ticket in zip(ways, tickets, strict=True):
             if not ticket.ok:
                 why = os.strerror(ticket.error or errno.EIO)

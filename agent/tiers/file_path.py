@@ -126,6 +126,11 @@ class StoragePath:
         return self._mover.busy
 
     @property
+    def lock_slots(self) -> int:
+        """Number of processes of this node that may use the path at once; 0 without exclusive access."""
+        return self.settings.lock_slots if self._mover.locks is not None else 0
+
+    @property
     def lock_timeouts(self) -> int:
         """Number of waits for exclusive access that timed out."""
         return self._mover.locks.timeouts if self._mover.locks is not None else 0

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.agent.interrupts import wait_for_end
+from tidegate.agent.interrupts import DelayInterrupt, wait_for_end
 from tidegate.agent.tiers.object_client import Client, RequestFailed
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.transfers import POLL_SECONDS, Operation, PathCounters, no_op
@@ -73,15 +73,16 @@ class BlockMover:
         begun: callback, called when all jobs are queued.
         """
         futures: list[Future[None]] = []
-        try:
-            for operation, job in jobs:
-                futures.append(self._pools[operation].submit(job))
-            begun()
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in futures:
-                future.cancel()
-            wait_for_end(lambda: not wait(futures, POLL_SECONDS).not_done)
+        with DelayInterrupt():  # outside a lane
+            try:
+                for operation, job in jobs:
+                    futures.append(self._pools[operation].submit(job))
+                begun()
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                for future in futures:
+                    future.cancel()
+                wait_for_end(lambda: not wait(futures, POLL_SECONDS).not_done)
         for future in futures:
             if not future.cancelled():
                 future.result()

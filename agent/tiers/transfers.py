@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Final, Literal
@@ -32,6 +33,7 @@ def run_transfer(begin: Callable[[], IoTicket], begun: Callable[[], None] = no_o
     """Starts a transfer with `begin`, calls `begun`, waits for the end of the transfer and returns its ticket. If an
     exception interrupts the wait, it is raised only after the threads have stopped using the file and the memory, so
     that the caller can close and free them."""
+    process = os.getpid()
     with DelayInterrupt():  # outside a lane
         ticket = begin()
         try:
@@ -39,8 +41,11 @@ def run_transfer(begin: Callable[[], IoTicket], begun: Callable[[], None] = no_o
             while not ticket.wait(POLL_SECONDS):
                 pass  # lets Python handle signals
         except BaseException:  # a second Ctrl-C, or what another handler raises
-            ticket.cancel()
-            wait_for_end(lambda: ticket.wait(POLL_SECONDS))
+            if os.getpid() == process:  # not in a child that a handler has forked
+                with suppress(BaseException):
+                    ticket.cancel()
+                with suppress(BaseException):
+                    wait_for_end(lambda: ticket.wait(POLL_SECONDS))
             raise
     return ticket
 

@@ -13,8 +13,10 @@ from grafana_foundation_sdk.models import dashboard as model
 from tidegate.grafana.dashboards.panels import SOURCE
 
 TAG: Final = "tidegate"
-WINDOWS: Final = ("5m", "1m", "15m", "1h")
-"""Values of the variable `window`, the default first: the one of the alert rules."""
+WINDOWS: Final = ("1m", "5m", "15m", "1h")
+"""Values of the variable `window`."""
+DEFAULT_WINDOW: Final = "5m"
+"""Value of the variable `window` at first: the one of most alert rules."""
 FIRING: Final = 'ALERTS{alertname=~"Tidegate.*",alertstate="firing",run=~"$run"}'
 """PromQL for Tidegate's alerts that fire. A Prometheus may hold alerts of other programs, also without a label run."""
 ALL: Final = model.VariableOption(text="All", value="$__all", selected=True)
@@ -95,14 +97,14 @@ def window(made: build.Dashboard) -> build.Dashboard:
 
     Most counters of a rank only grow when a step ends. A window shorter than a step shows nothing, or zero.
     """
-    choices = [model.VariableOption(text=text, value=text, selected=text == WINDOWS[0]) for text in WINDOWS]
+    choices = [model.VariableOption(text=text, value=text, selected=text == DEFAULT_WINDOW) for text in WINDOWS]
     return made.with_variable(
         build.IntervalVariable("window")
         .label("Rates over")
         .description("The time over which rates are computed. Choose two steps or more.")
         .values(",".join(WINDOWS))
         .options(choices)
-        .current(choices[0])
+        .current(choices[WINDOWS.index(DEFAULT_WINDOW)])
     )
 
 

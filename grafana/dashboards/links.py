@@ -119,8 +119,9 @@ def _speed_of_paths(operation: str) -> timeseries.Panel:
     chosen = f'{_PATH},operation="{operation}"'
     return lines(
         PanelOptions(title=f"{operation.capitalize()} speed while busy, against its ceiling", unit="Bps", width=8,
-             why="Chosen ranks together. Dashed: what the path did alone when the run began, per host. Below a "
-             "third of it while it matters is TidegatePathSlow: someone else uses it, or it throttles."),
+             why="Ranks that use the path at the same time, together. Dashed: what the path did alone when the run "
+             "began, per host. Below a third of it while it matters is TidegatePathSlow: someone else uses it, or it "
+             "throttles."),
         Query(_path_speed(chosen), "{{path}}"),
         Query(f"sum by (path) (max by (path, host) (tidegate_path_ceiling_bytes_per_second{{{chosen}}}))",
               f"{CEILING} {{{{path}}}}"),

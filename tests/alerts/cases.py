@@ -333,6 +333,18 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegateStepOverdue",
+        why="the data of the first step never come",
+        series={
+            "tidegate_step_timestamp_seconds": "_x400",
+            "tidegate_step_open_seconds": "0x400",
+            'tidegate_phase_open_seconds{phase="other"}': "0+15x400",
+        },
+        at="40m",
+        labels=RANK,
+        summary="llama rank 0: no step has ended for 40m 0s",
+    ),
+    Case(
+        alert="TidegateStepOverdue",
         why="the first step compiles for 25 minutes",
         series={"tidegate_step_timestamp_seconds": "_x400", "tidegate_step_open_seconds": "0+15x400"},
         at="25m",
@@ -435,8 +447,10 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegatePathSlow",
-        why="one rank of two uses it, alone as fast as the path can be",
-        series={**_path(busy=2, nbytes=2e9), 'tidegate_path_lock_slots{path="nvme"}': "8x400"},
+        why="eight ranks may use the path at once, and one does",
+        series={**_path(busy=2, nbytes=4e8), 'tidegate_path_lock_slots{path="nvme"}': "8x400"},
+        labels={**PLACE, "operation": "read"},
+        summary="llama on host-1: reads of path nvme reach 20% of what it can do",
     ),
     Case(
         alert="TidegatePathSlow",
@@ -709,9 +723,14 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     Case(
         alert="TidegateRankNotScraped",
-        why="the rank has died, and the daemon lists it for two minutes more",
-        series={'up{job="tidegate-agent"}': "1x20 0x8 _x400"},
-        at="8m",
+        why="the rank has died, and the daemon lists it for half a minute more",
+        series={'up{job="tidegate-agent"}': "1x20 0x1 stale"},
+    ),
+    Case(
+        alert="TidegateRankNotScraped",
+        why="four minutes without an answer, on a busy host",
+        series={'up{job="tidegate-agent"}': "1x20 0x15 1x400"},
+        at="9m15s",
     ),
     Case(
         alert="TidegateDaemonDown",

@@ -249,16 +249,16 @@ def test_kubernetes_relabelling_gives_the_labels_that_rules_ask_for(tmp_path: Pa
         meta = {
             "pod_labelpresent_tidegate_run": "true", "pod_label_tidegate_run": "llama",
             "pod_label_tidegate_rank": str(number), "pod_node_name": f"node-{number}",
-            "pod_container_port_name": "metrics", "pod_phase": "Running", **more,
+            "pod_container_port_name": "metrics", "pod_phase": "Running", "pod_ready": "true", **more,
         }  # fmt: skip
         labels = {f"__meta_kubernetes_{name}": value for name, value in meta.items()}
         return {"targets": [f"127.0.0.1:{number + 1}"], "labels": labels}
 
     found = {
         "tidegate-agent": [pod(0), pod(1, pod_phase="Succeeded"), pod(2, pod_container_port_name="http"),
-                           pod(3, pod_labelpresent_tidegate_run=""),
+                           pod(3, pod_labelpresent_tidegate_run=""), pod(4, pod_ready="false"),
                            pod(5, pod_label_tidegate_rank="", pod_label_batch_kubernetes_io_job_completion_index="1")],
-        "tidegate-daemon": [{"targets": ["127.0.0.1:5"], "labels": {
+        "tidegate-daemon": [{"targets": ["127.0.0.1:9"], "labels": {
             "__meta_kubernetes_service_name": "tidegate-daemon", "__meta_kubernetes_endpoint_port_name": "http"}}],
     }  # fmt: skip
     for job in config["scrape_configs"]:
@@ -284,7 +284,7 @@ def test_kubernetes_relabelling_gives_the_labels_that_rules_ask_for(tmp_path: Pa
         "job": "tidegate-agent", "instance": "127.0.0.1:1", "run": "llama", "rank": "0", "host": "node-0",
         "device_kind": "cuda",
     }  # fmt: skip
-    assert by_job["tidegate-daemon"]["instance"] == "127.0.0.1:5"
+    assert by_job["tidegate-daemon"]["instance"] == "127.0.0.1:9"
 
 
 def _targets(prometheus: Prometheus, count: int) -> list[dict[str, str]]:

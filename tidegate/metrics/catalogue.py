@@ -73,7 +73,7 @@ _STEPS: Final = (
         "exposed_seconds", "seconds", _PHASE, "Time the training thread was blocked by Tidegate.", screen="Phases"
     ),
     _gauge(
-        "step", "1", {}, "Number of the last step, as the optimizer counts: checkpoints carry it on.", screen="Header"
+        "step", "1", {}, "Number of the last step: a run that resumes from a checkpoint counts on.", screen="Header"
     ),
     _gauge("step_timestamp_seconds", "seconds", {}, "When the last step ended, since the epoch.", screen="Header"),
     _gauge(

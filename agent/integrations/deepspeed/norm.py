@@ -41,7 +41,7 @@ class ZeroNorm:
             square, count = squares[part]
             sums[self._subgroups[part]] += square
             bad += count
-        found = torch.tensor([*sums, float(bad)], dtype=torch.float64).float().to(self._device)
+        found = torch.tensor([*sums, float(bad)], dtype=torch.float64, device="cpu").float().to(self._device)
         for group in self._groups:
             dist.all_reduce(found, group=group)
         *of_subgroups, any_bad = found.cpu()

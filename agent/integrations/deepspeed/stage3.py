@@ -310,7 +310,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         again."""
         self._flats = None
         self.optimizer.state.clear()
-        self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
+        self.fp32_partitioned_groups_flat = [torch.empty(0, device="cpu") for _ in self.fp16_groups]
 
     @contextmanager
     def _deepspeed_layout(self, *, with_state: bool, load_at_end: bool) -> Iterator[None]:
@@ -320,7 +320,10 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         states.require_host_memory(sum(sizes), Ranks.current())
         steps = self._steps_by_subgroup()
         self._flats = [
-            FlatState(torch.zeros(n), {name: torch.zeros(n) for name in MOMENTS} if with_state and step else {})
+            FlatState(
+                torch.zeros(n, device="cpu"),
+                {name: torch.zeros(n, device="cpu") for name in MOMENTS} if with_state and step else {},
+            )
             for n, step in zip(sizes, steps, strict=True)
         ]
         self.fp32_partitioned_groups_flat = [flat.master for flat in self._flats]
@@ -346,7 +349,7 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         for flat, step in zip(self._flats or (), steps, strict=True):
             flat.master.requires_grad_(True)  # as in DeepSpeed, whose checkpoint loaders copy this flag
             if step:
-                own_step = torch.tensor(float(step)) if count_as_tensor else step
+                own_step = torch.tensor(float(step), device="cpu") if count_as_tensor else step
                 self.optimizer.state[flat.master] = {"step": own_step, **flat.moments}
 
     def _steps_by_subgroup(self) -> list[int]:

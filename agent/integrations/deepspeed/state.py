@@ -125,9 +125,9 @@ def write_all(
     for i, (position, part) in enumerate(zip(positions, optimizer.engine.shards, strict=True)):
         where, found = slice(position.offset, position.offset + position.numel), flats[position.subgroup]
         own = _set_weight(part, found.master[where])
-        nothing = torch.zeros(1).expand(position.numel)
+        nothing = torch.zeros(1, device="cpu").expand(position.numel)
         own |= {name: found.moments[name][where] if name in found.moments else nothing for name in MOMENTS}
-        state[i] = own | {"step": torch.tensor(float(steps[position.subgroup]))}
+        state[i] = own | {"step": torch.tensor(float(steps[position.subgroup]), device="cpu")}
     numbers = iter(range(len(positions)))
     groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -137,7 +137,7 @@ def read_part(optimizer: Optimizer, part: int, name: str | None) -> torch.Tensor
     """Copies one array of the state to a new fp32 tensor in host memory. `part`: number of a part (this rank's
     partition of one parameter). `name`: name of a moment; None for the fp32 weights."""
     engine = idle_engine(optimizer)
-    found = torch.empty(engine.shards[part].numel(), dtype=torch.float32)
+    found = torch.empty(engine.shards[part].numel(), dtype=torch.float32, device="cpu")
     for layout in engine.gradients.subgroups_of(part):
         with engine.memory.arrays(layout.id, changed=False) as arrays:
             for s in layout.segments:

@@ -11,11 +11,15 @@ import pytest
 from tidegate.agent.control.attach_checks import AttachSettings, warn_if_unreachable
 
 OWN_ADDRESS = next(
-    address.address
-    for addresses in psutil.net_if_addrs().values()
-    for address in addresses
-    if address.family is socket.AF_INET
+    (
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family is socket.AF_INET and not address.address.startswith("127.")
+    ),
+    "127.0.0.1",
 )
+"""One that other hosts reach, if this host has any."""
 
 
 @pytest.mark.parametrize(
@@ -30,13 +34,24 @@ OWN_ADDRESS = next(
         ("http://127.0.0.1:8790", "127.0.0.1:9464", False),
         ("http://localhost:8790", "127.0.0.1:9464", False),
         (f"http://{OWN_ADDRESS}:8790", "127.0.0.1:9464", False),
-        (f"http://{socket.gethostname()}:8790", "127.0.0.1:9464", False),
+        (f"http://{socket.gethostname().upper()}:8790", "127.0.0.1:9464", False),
+        ("http://alias-of-this-host.example.org:8790", "127.0.0.1:9464", False),
+        ("http://no-such-host.invalid:8790", "127.0.0.1:9464", True),
         (None, "127.0.0.1:9464", False),
     ],
 )
 def test_metrics_that_the_daemons_host_does_not_reach(
-    daemon: str | None, metrics_address: str, warns: bool, caplog: pytest.LogCaptureFixture
+    daemon: str | None,
+    metrics_address: str,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    resolve = socket.getaddrinfo
+    known = {"control.example.org": "192.0.2.1", "alias-of-this-host.example.org": OWN_ADDRESS}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **given: resolve(known.get(host, host), *more, **given)
+    )
     with caplog.at_level(logging.WARNING, logger="tidegate"):
         warn_if_unreachable(AttachSettings(run="r", daemon=daemon), metrics_address)
     found = [record for record in caplog.records if getattr(record, "event", "") == "metrics_unreachable"]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -287,6 +288,54 @@ def test_what_an_ending_process_does_not_finish_is_said_to_whoever_asks() -> Non
     with pytest.raises(EngineError, match="process ends"):
         executor.finish()
     executor.close()
+
+
+@pytest.mark.parametrize("cut_short", ["the wait for ops", "the end of the lanes", "the wait for a thread"])
+def test_whatever_cuts_a_close_short_an_op_that_runs_makes_it_stuck(
+    cut_short: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nobody frees the memory that the op uses."""
+    began, release = threading.Event(), threading.Event()
+
+    def on(op: Op) -> None:
+        began.set()
+        assert release.wait(60)
+
+    def interrupted(*_: object) -> None:
+        raise TimeoutError("a handler of the user's")
+
+    executor = scripted(on)
+    executor.start(small_plan())
+    executor.step()
+    assert began.wait(10)
+    monkeypatch.setattr(executor, "_wait", interrupted)
+    for thread in executor._threads:
+        monkeypatch.setattr(thread, "join", interrupted if cut_short == "the wait for a thread" else lambda _: None)
+    if cut_short == "the end of the lanes":
+        monkeypatch.setattr(executor, "_lanes", Mock(executor._lanes, close=interrupted, drop=executor._lanes.drop))
+    with pytest.raises(TimeoutError):
+        executor.close()
+    assert executor.stuck
+    release.set()
+
+
+def test_an_op_that_outlives_the_end_of_the_process_makes_it_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit hooks that run later may close the optimizer."""
+    monkeypatch.setattr("tidegate.agent.engine.executor.LONGEST_WAIT_SECONDS", 0.1)
+    began, release = threading.Event(), threading.Event()
+
+    def on(op: Op) -> None:
+        began.set()
+        assert release.wait(60)
+
+    executor = scripted(on)
+    executor.start(small_plan())
+    executor.step()
+    assert began.wait(10)
+    executor.stop_before_exit(time.monotonic())
+    assert executor.stuck
+    assert executor.closed
+    release.set()
 
 
 def test_a_forked_process_does_not_wait_for_lanes_that_it_has_not() -> None:

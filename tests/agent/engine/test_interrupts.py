@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,9 +25,10 @@ from tests.agent.optimizer.test_optimizer import MIXED, params_of
 from tidegate.agent.engine.plan_execution import IssuedOp
 from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.tiers import scratch
+from tidegate.agent.tiers.file_moves import FileMover
 from tidegate.agent.tiers.transfers import run_transfer
 from tidegate.errors import EngineError
-from tidegate.kernels import IoTicket
+from tidegate.kernels import IoTicket, aligned_buffer
 from tidegate.plan import Plan
 from tidegate.plan.ops import Op, OpKind
 
@@ -167,10 +168,19 @@ class SlowTicket:
 @pytest.mark.parametrize("raises", [1, 2, 3])
 def test_what_interrupts_a_transfer_of_a_checkpoint_is_raised_when_the_transfer_is_over(raises: int) -> None:
     ticket = SlowTicket(raises)
-    with pytest.raises(TimeoutError, match="of the user's"):
+    with pytest.raises(TimeoutError, match="of the user's, time 1"):
         run_transfer(lambda: cast(IoTicket, ticket))
     assert ticket.is_cancelled
     assert ticket.waits == 4
+
+
+def test_what_interrupts_calibration_twice_is_raised_when_all_transfers_are_over() -> None:
+    tickets = {"write": SlowTicket(), "read": SlowTicket()}
+    begin = {way: lambda *_, way=way: tickets[way] for way in tickets}
+    mover: Any = SimpleNamespace(pool=SimpleNamespace(**begin), _block_bytes=4096, path="nvme")
+    with pytest.raises(TimeoutError, match="of the user's, time 1"):
+        FileMover.seconds(mover, ("write", "read"), 0, aligned_buffer(4096))
+    assert all(ticket.waits > 3 for ticket in tickets.values())
 
 
 def test_ctrl_c_between_the_begin_of_a_transfer_and_its_wait_comes_after_the_transfer() -> None:

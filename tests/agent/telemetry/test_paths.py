@@ -43,7 +43,7 @@ Row = tuple[dict[str, str], float]
 
 def training(folder: Path, **changes: Any) -> Training:
     for name in PATHS:
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
     settings: dict[str, Any] = {"host_cache": 7_000_000, "tier_split": "nvme:2,pfs:1"}
     return Training(paths={name: folder / name for name in PATHS}, **{**settings, **changes})
 
@@ -278,6 +278,15 @@ def test_a_read_that_hangs_is_seen_while_it_lasts(tmp_path: Path, monkeypatch: p
         assert busy() >= hung, "what was shown never goes back"
         assert run.value("tidegate_path_open_seconds") == 0
         assert nbytes <= moved_so_far <= run.value("tidegate_path_bytes_total") == sum(moved_bytes(made))
+
+
+def test_where_locks_are_impossible_no_lock_slots_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with training(tmp_path / "locked").optimizer as optimizer:
+        assert {path.lock_slots for path in optimizer.engine.store.paths.values()} == {1}
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
+    with training(tmp_path / "not").optimizer as optimizer:
+        assert {path.lock_slots for path in optimizer.engine.store.paths.values()} == {0}
 
 
 def test_what_has_moved_in_a_phase_is_shown_before_it_ends(tmp_path: Path) -> None:
