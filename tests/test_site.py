@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import tidegate
@@ -155,3 +156,39 @@ def test_parameters_of_a_docstring_are_a_list() -> None:
     written = "Does it.\n\nparams, lr: as in torch.\nkeep: how many\n    stay.\n\nRaises ConfigError: never."
     listed = "Does it.\n\n- **params, lr**: as in torch.\n- **keep**: how many\n    stay.\n\nRaises ConfigError: never."
     assert docstrings.with_lists(written) == listed
+
+
+def test_the_lines_for_checkpoints_resume_weights_state_and_schedule(tmp_path: Path) -> None:
+    (written, *_) = blocks("checkpoints", "Saving and resuming")
+    code = replaced(written, 'directory = "/nvme/tide/checkpoints"', f"directory = {str(tmp_path / 'new')!r}")
+    at_start, _, while_training = code.partition("# while training\n")
+    trained, resumed = prepared(seed=0), prepared(seed=1)
+    exec(at_start, trained)
+    assert trained["first_step"] == 0
+    three_steps(trained)
+    exec(while_training, trained)
+    exec(at_start, resumed)
+    assert resumed["first_step"] == 3
+    for run in (trained, resumed):
+        three_steps(run)
+        assert run["schedule"].last_epoch == 6
+        run["optimizer"].close()
+    assert torch.equal(trained["model"].weight, resumed["model"].weight)
+    assert trained["optimizer"].param_groups[0]["lr"] == resumed["optimizer"].param_groups[0]["lr"] < 0.1
+
+
+def prepared(seed: int) -> dict[str, Any]:
+    """Names that the lines use."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 8)
+    optimizer = tidegate.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    return {"torch": torch, "tidegate": tidegate, "model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+def three_steps(run: dict[str, Any]) -> None:
+    for _ in range(3):
+        run["optimizer"].zero_grad()
+        run["model"](torch.ones(2, 8)).square().sum().backward()
+        run["optimizer"].step()
+        run["schedule"].step()

@@ -167,7 +167,8 @@ def _check_paths(paths: Any) -> None:
         raise ConfigError(f"paths={place!r} has no name: write paths={{{name!r}: {place!r}}}.")
     if not isinstance(paths, Mapping):
         raise ConfigError(
-            f"paths={paths!r} is a {type(paths).__name__}: give names and directories, {{'nvme': '/nvme/tide'}}."
+            f"paths={paths!r} is a {type(paths).__name__}: give names and directories, {{'nvme': '/nvme/tide'}}, "
+            "or {} for no storage."
         )
     for name, place in paths.items():
         check_text("a name in paths", name, "nvme")

@@ -117,7 +117,7 @@ def judge(canary: Canary, after: Sequence[StepOfAllRanks]) -> Canary:
         return replace(canary, state="condemned", verdict=f"Harmful: {short}; {details}.", measured=measured)
     if early or slower:
         return replace(canary, state="condemned", verdict=f"Harmful: {details}.", measured=measured)
-    what = "Helpful" if effect == "faster" else f"No change beyond {canary.min_effect:.0%}"
+    what = "Helpful" if effect == "faster" else "No clear difference"
     return replace(canary, state="promoted", verdict=f"{what}: {details}.", measured=measured)
 
 

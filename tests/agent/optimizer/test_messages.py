@@ -41,6 +41,7 @@ def test_offload_is_no_offload(given: Any, words: list[str]) -> None:
         ("/data", ["paths='/data' has no name", "paths={'data': '/data'}"]),
         (Path("/nvme/Tide 1"), ["has no name", "paths={'path': '/nvme/Tide 1'}"]),
         (["/data"], ["paths=['/data'] is a list", "{'nvme': '/nvme/tide'}"]),
+        (None, ["paths=None is a NoneType", "{} for no storage"]),
         ({"x": 3}, ["paths={'x': 3}", "a directory"]),
     ],
 )
