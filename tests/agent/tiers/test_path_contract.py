@@ -247,6 +247,7 @@ def test_several_threads_move_the_state_of_several_subgroups(medium: Medium, pla
         assert all(threads.map(there_and_back, range(8)))
         assert path.counters.bytes == {"read": 24 * PADDED, "write": 24 * PADDED}
         assert (path.busy, path.lock_timeouts) == (False, 0)
+        assert path.lock_slots in (0, path.settings.lock_slots)
 
 
 def test_the_lane_is_told_when_all_blocks_are_queued(path: Any) -> None:
