@@ -160,10 +160,12 @@ class Recorder:
             return dict(self.metrics.rows(family))
 
     def seconds(self, family: str) -> dict[Labels, float]:
-        """Sums of all observations of the histogram named `family` after all recorded steps, by label values."""
+        """Sums of all observations of the histogram named `family` after all recorded steps, by label values. Series without
+        observations are left out."""
         with self.lock:
             self.catch_up()
-            return {labels: histogram.total for labels, histogram in self.metrics.histograms(family).items()}
+            series = self.metrics.histograms(family)
+            return {labels: histogram.total for labels, histogram in series.items() if any(histogram.counts)}
 
     @property
     def rates(self) -> RateCard | None:
