@@ -160,8 +160,8 @@ class Recorder:
             return dict(self.metrics.rows(family))
 
     def seconds(self, family: str) -> dict[Labels, float]:
-        """Sums of all observations of the histogram named `family` after all recorded steps, by label values. Series without
-        observations are left out."""
+        """Sums of all observations of the histogram named `family` after all recorded steps, by label values. Series
+        without observations are left out."""
         with self.lock:
             self.catch_up()
             series = self.metrics.histograms(family)
