@@ -78,6 +78,7 @@ def given(folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = {
         "tidegate": tidegate, "torch": torch, "model": model, "optimizer": optimizer,
         "batches": [{"input_ids": torch.ones(2, 8)}] * 2, "directory": folder / "checkpoints",
+        "schedule": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "UpdateRule": UpdateRule, "StateTensor": StateTensor, "Hyperparameter": Hyperparameter,
         "Implementation": Implementation, "find": lambda _: names["RULE"],
     }  # fmt: skip

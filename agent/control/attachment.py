@@ -88,10 +88,11 @@ class Attachment:
                 )
                 undo.callback(self._stop)
                 self.metrics_address = f"{settings.advertise_host or bind}:{self._metrics.port}"
-                arguments = settings, self.metrics_address
-                # A name server that does not answer must not delay the training.
-                threading.Thread(target=warn_if_unreachable, args=arguments, daemon=True).start()
                 self.link = connect(settings, lambda: self._hello(settings.reset_knobs), self._messages, self.rank)
+                if self.link is not None:
+                    arguments = settings, self.metrics_address
+                    # A name server that does not answer must not delay the training.
+                    threading.Thread(target=warn_if_unreachable, args=arguments, daemon=True).start()
             self._synchronize(optimizer.num_steps + 1)
             undo.pop_all()
         self._phases = PhaseHooks(optimizer)

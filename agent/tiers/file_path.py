@@ -109,6 +109,8 @@ class StoragePath:
         except BaseException:
             self._scratch.close()
             raise
+        self.lock_slots = slots if locks is not None else 0
+        """Number of processes of this node that may use the path at once; 0 without exclusive access."""
         self._warned_buffered = False
         self._numbers = itertools.count(1)
         """Numbers in file names, so that no name is used twice."""
@@ -121,14 +123,8 @@ class StoragePath:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer is in progress. The kernel may use the transfer's file and memory until the transfer has
-        ended."""
+        """Whether a transfer is in progress. Until it has ended, the kernel may use its file and memory."""
         return self._mover.busy
-
-    @property
-    def lock_slots(self) -> int:
-        """Number of processes of this node that may use the path at once; 0 without exclusive access."""
-        return self.settings.lock_slots if self._mover.locks is not None else 0
 
     @property
     def lock_timeouts(self) -> int:
@@ -357,8 +353,7 @@ class StoragePath:
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """Measures the speed of writing and of reading `nbytes` without other load, and whether both directions run at
-        full speed at once (duplex). Live rates replace this first estimate during training. It needs `nbytes` of free
-        space.
+        full speed at once (duplex). Live rates replace this first estimate. It needs `nbytes` of free space.
 
         Each measurement is made twice and the faster result is used, because about one in ten is slowed by a stall of
         the device. A first estimate that is too low would last: live rates raise an estimate only after many steps, but
