@@ -26,7 +26,7 @@ def wait_for_end(wait: Callable[[], bool]) -> None:
         except BaseException as error:
             if first is None:
                 first = error
-                log.warning("Interrupted: waits until reads and writes that have begun have ended.")
+                log.warning("Interrupted. Reads and writes that have begun are waited for, because they use memory.")
     if first is not None:
         raise first
 

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from tidegate.agent.control.daemon_link import AgentLink
 from tidegate.agent.control.report_source import ReportSource
 from tidegate.agent.gradients.gradients import Mode
 from tidegate.agent.ranks import Ranks, local_rank
-from tidegate.client.discovery import find_token
+from tidegate.client.discovery import find_token, is_loopback
 from tidegate.client.transport import check_address
 from tidegate.errors import ConfigError, DaemonError, TidegateError
 from tidegate.knobs.setting_checks import check_flag, check_text
@@ -137,11 +136,8 @@ def _leads_here(host: str) -> bool:
 
 def _is_this_host(host: str) -> bool:
     """Whether an address leads each host to itself: loopback, or the address for all interfaces."""
-    try:
-        address = ip_address(host.strip("[]"))
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
+    host = host.strip("[]")
+    return is_loopback(host) or host in ("0.0.0.0", "::")
 
 
 def configure_logs(strict: bool) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import threading
 import time
@@ -238,15 +239,17 @@ class Executor:
         if not self.closed:
             close_all(*(() if self.stuck else (self.cancel,)), self._end_threads)
 
-    def _end_threads(self, latest: float | None = None) -> None:
-        """Ends the lane threads. `latest`: until when threads are waited for, in seconds on the monotonic clock; None
-        for 5 s a thread. If an op still runs then, or an exception cuts the wait short, the memory in use is kept."""
+    def _end_threads(self, latest: float = math.inf) -> None:
+        """Ends the lane threads. Waits for each of them 5 s (0.1 s if a lane is stuck), and for none after `latest`, in
+        seconds on the monotonic clock. If an op still runs then, or an exception ends the wait early, the memory that
+        is in use is never freed."""
         known, self.stuck = self.stuck, True
+        longest = 0.1 if known else 5.0
         try:
             self.closed = True
             self._lanes.close()
             for thread in self._threads:
-                thread.join(0.1 if known else 5.0 if latest is None else max(0.0, latest - time.monotonic()))
+                thread.join(min(longest, max(0.0, latest - time.monotonic())))
             self.stuck = known or self._is_in_use()
         finally:
             if self.stuck:

@@ -78,6 +78,8 @@ class ObjectPath:
         self._closed = False
         slots = settings.lock_slots
         self._locks = locks_of_path(name, bucket_key(settings), slots) if slots else None
+        self.lock_slots = slots if self._locks is not None else 0
+        """Number of processes of this node that may use the path at once; 0 without exclusive access."""
         client, self._short_client = connect(settings)
         try:
             self._scratch = ObjectScratch(settings, self._short_client, run, rank)
@@ -89,11 +91,6 @@ class ObjectPath:
     def busy(self) -> bool:
         """Whether a transfer is in progress. Its threads may use the caller's memory until the transfer has ended."""
         return bool(self.counters.under_way)
-
-    @property
-    def lock_slots(self) -> int:
-        """Number of processes of this node that may use the path at once; 0 without exclusive access."""
-        return self.settings.lock_slots if self._locks is not None else 0
 
     @property
     def lock_timeouts(self) -> int:
