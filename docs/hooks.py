@@ -22,6 +22,11 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 FOREIGN: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 BLOCK_IN_LIST: Final = re.compile(r"^ {3}```.*?^ {3}```$", re.MULTILINE | re.DOTALL)
 """A block of code in an item of a numbered list: GitHub takes three spaces, Python's Markdown needs four."""
+CODE: Final = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+PARAGRAPH_IN_LIST: Final = re.compile(r"(?<=\n\n)(?: {3}(?! )[^\n]*\n)+")
+"""A paragraph or a table in an item of a numbered list, likewise."""
+NEXT_ITEM: Final = re.compile(r"(\n\n(?: {4}[^\n]*\n)+)(?=\d+\. )")
+"""The end of an item with several paragraphs: Python's Markdown needs an empty line before the next one."""
 LINK: Final = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -37,15 +42,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
-    return BLOCK_IN_LIST.sub(
-        lambda block: indent(block[0], " "), rewrite_outside_links(markdown, page.file.src_uri, config.repo_url)
-    )
+    return adapt_lists(rewrite_outside_links(markdown, page.file.src_uri, config.repo_url))
 
 
 def on_post_page(output: str, *, page: Page, **_: object) -> str:
     if foreign := FOREIGN.search(output):
         raise ValueError(f"{page.file.src_uri} loads something from another host: {foreign[0]}")
     return output
+
+
+def adapt_lists(markdown: str) -> str:
+    """The text of a page whose numbered lists Python's Markdown reads as GitHub does."""
+    parts = CODE.split(BLOCK_IN_LIST.sub(lambda block: indent(block[0], " "), markdown))
+    parts[::2] = [PARAGRAPH_IN_LIST.sub(lambda text: indent(text[0], " "), part) for part in parts[::2]]
+    parts[::2] = [NEXT_ITEM.sub(r"\1\n", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def rewrite_outside_links(markdown: str, source: str, repo_url: str | None) -> str:

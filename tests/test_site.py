@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import markdown
 import pytest
 import torch
 import yaml
@@ -132,6 +133,20 @@ def test_arrows_lead_from_layer_to_layer() -> None:
     layers, short = flowchart.layered(["a", "b", "c"], [("a", "b"), ("b", "c"), ("a", "c")])
     assert layers == [["a"], ["b", "a c 1"], ["c"]]
     assert short == [("a", "b"), ("b", "c"), ("a", "a c 1"), ("a c 1", "c")]
+
+
+@pytest.mark.parametrize("spaces", [3, 4])
+def test_items_of_a_list_are_items_whatever_they_hold(spaces: int) -> None:
+    own = " " * spaces
+    page = (
+        f"1. One:\n\n{own}```bash\n{own}ls\n{own}```\n\n{own}A paragraph\n{own}of two lines.\n2. Two\n   goes on.\n\n"
+        f"{own}| a |\n{own}| - |\n{own}| b |\n\n{own}The end.\n3. Three\n\n```text\n   three spaces\n1. of code\n```\n"
+    )
+    made = markdown.markdown(hooks.adapt_lists(page), extensions=["tables", "pymdownx.superfences"])
+    assert made.count("<li>") == 3
+    assert made.count("<ol>") == 1
+    assert made.count("<table>") == 1
+    assert "\n   three spaces\n1. of code" in re.sub("<[^>]+>", "", made)
 
 
 def test_the_program_of_the_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:
