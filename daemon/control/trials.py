@@ -37,6 +37,9 @@ generation and two audit rows to the database."""
 EVALUATION_INTERVAL_FACTOR: Final = 20.0
 """Pause before the next evaluation of a trial, as a multiple of the time that an evaluation took: an evaluation reads
 all steps of all ranks."""
+MAX_EVALUATION_PAUSE: Final = 10.0
+"""Longest pause between two evaluations of a trial, in seconds. An evaluation that took long because the machine stood
+still must not delay the rollback of a harmful change for minutes."""
 REPORTS_A_TRIAL: Final = 8
 """Minimum number of reports that each rank is asked to send during a trial. With frequent reports the trial ends soon
 after the step that decides it."""
@@ -126,7 +129,8 @@ class Trials:
         if began < self._not_before.get(run.name, began):
             return
         judged = judge(committed.canary, self._steps(run))
-        self._not_before[run.name] = began + EVALUATION_INTERVAL_FACTOR * (self._clock.mono() - began)
+        pause = min(EVALUATION_INTERVAL_FACTOR * (self._clock.mono() - began), MAX_EVALUATION_PAUSE)
+        self._not_before[run.name] = began + pause
         if judged != committed.canary:
             self._apply_event(run, TrialJudged(committed.number, judged))
             self.tick(run, self._clock.mono())

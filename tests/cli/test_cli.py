@@ -51,7 +51,7 @@ from tidegate.wire.timeline import PhaseRow, SpanRow, TimelineView
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with threaded(tmp_path / "state", proposal_seconds=1.0, lease_seconds=60.0) as running:
+    with threaded(tmp_path / "state", proposal_seconds=60.0, lease_seconds=60.0) as running:
         yield running
 
 

@@ -17,9 +17,9 @@ from tests.daemon.live import Daemon, threaded  # noqa: E402
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Ranks have a second to answer; leases outlive the tests."""
+    """Deadlines and leases outlive the tests, also where the machine stands still for a while."""
     with threaded(
-        tmp_path_factory.mktemp("state"), proposal_seconds=1.0, lease_seconds=60.0, forgiven_failures=10**6
+        tmp_path_factory.mktemp("state"), proposal_seconds=60.0, lease_seconds=60.0, forgiven_failures=10**6
     ) as running:
         yield running
 

@@ -57,7 +57,7 @@ def start_daemon(state: Path, port: int = 0, lease_seconds: float = 10.0) -> Ite
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     listener.listen(64)
-    settings = Settings(state_dir=state, port=port, lease_seconds=lease_seconds, proposal_seconds=2.0)
+    settings = Settings(state_dir=state, port=port, lease_seconds=lease_seconds, proposal_seconds=60.0)
     server = make_server(create_app(settings), settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

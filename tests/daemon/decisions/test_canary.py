@@ -254,6 +254,43 @@ def test_a_rank_that_always_refuses_is_asked_ever_less_often(tmp_path: Path, sec
     assert [run.control.committed.number, run.control.newest] == [1, newest]
 
 
+def test_a_machine_that_stands_still_while_it_judges_delays_the_way_back_by_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    store = Store(f"sqlite:///{tmp_path / 'tidegate.db'}")
+    plane = ControlPlane(store, lease_seconds=600.0, clock=Clocks(wall=lambda: now[0], mono=lambda: now[0]))
+    message = hello("llama")
+    plane.hello(message, Knobs(stride=2.0, static_ratio=0.0))
+    run = plane.registry.run("llama")
+
+    def say(generation: int, *numbers: int, seconds: float) -> None:
+        made = tuple(step_report(n, seconds) for n in numbers)
+        applied = Applied(generation=generation, step=min(numbers))
+        report: dict[str, Any] = {
+            "timestamp": now[0],
+            "step": max(numbers),
+            "phase": "update",
+            "generation": generation,
+        }
+        plane.report(message.agent, AgentReport(**report, effective={}, steps=made, applied=applied))
+
+    def slow(canary: Canary, after: list[StepOfAllRanks]) -> Canary:
+        now[0] += 60.0
+        return judge(canary, after)
+
+    say(0, *range(1, 13), seconds=1.0)
+    plane.patch(run, Knobs(stride=4.0, static_ratio=0.0), {"stride": 4.0}, "ada", "", (ASK, Predicted()))
+    plane.vote(message.agent, Vote(generation=1, can=True))
+    with monkeypatch.context() as patched:
+        patched.setattr("tidegate.daemon.control.trials.judge", slow)
+        say(1, 13, seconds=3.0)
+    say(1, *range(14, 24), seconds=3.0)
+    plane.tick()
+    assert run.control.committed.canary.state == "condemned"  # type: ignore[union-attr]
+    store.close()
+
+
 def test_at_once_on_request(daemon: Daemon) -> None:
     (agent,), client = on_trial(daemon), daemon.client()
     back = client.roll_back(agent.message.run, reason="it is 3 a.m.", wait=0)

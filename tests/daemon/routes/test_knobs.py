@@ -7,11 +7,12 @@ import re
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, new_run, wait_until
+from tests.daemon.live import ROOT, Agent, Daemon, environment, hello, new_run, threaded, wait_until
 from tidegate.daemon.control.preview import prediction_inputs
 from tidegate.errors import KnobError, NotFound, StaleKnobs
 from tidegate.wire.agent import Applied, Rates, Vote
@@ -151,11 +152,12 @@ def test_one_rank_refuses(daemon: Daemon) -> None:
     assert client.runs()[0].generation == 0
 
 
-def test_silence_aborts_and_names_the_rank(daemon: Daemon) -> None:
-    run = new_run()
-    Agent(daemon, run, 1)
-    with Agent(daemon, run, 0).answering():
-        made = daemon.client().set_knobs(run, {"stride": 3})
+def test_silence_aborts_and_names_the_rank(tmp_path: Path) -> None:
+    with threaded(tmp_path, proposal_seconds=2.0) as daemon:
+        run = new_run()
+        Agent(daemon, run, 1)
+        with Agent(daemon, run, 0).answering():
+            made = daemon.client().set_knobs(run, {"stride": 3})
     assert (made.state, made.outcome) == ("aborted", "No answer from rank 1 before the deadline: nothing was changed.")
 
 
