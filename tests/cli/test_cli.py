@@ -381,8 +381,13 @@ def test_a_refusal_is_a_failure(daemon: Daemon) -> None:
     with agent.answering():
         code, text, _ = run(daemon, "knobs", "set", "static_ratio=1")
     assert (code, "Rank 0 refused: needs 9.0 GB" in text) == (1, True)
-    code, text, _ = run(daemon, "knobs", "set", "stride=9")
-    assert (code, "No answer from rank 0" in text) == (1, True), "it does not answer any more"
+
+
+def test_silence_is_a_failure(tmp_path: Path) -> None:
+    with threaded(tmp_path / "state", proposal_seconds=1.0) as daemon:
+        Agent(daemon, "llama-7b")
+        code, text, _ = run(daemon, "knobs", "set", "stride=9")
+    assert (code, "No answer from rank 0" in text) == (1, True)
 
 
 def test_what_is_not_decided_yet_is_no_success(daemon: Daemon) -> None:

@@ -153,10 +153,10 @@ def test_a_token_of_one_run_sees_and_moves_no_other(daemon: Daemon) -> None:
 @pytest.mark.parametrize("end", ["withdrawn", "expired"])
 @pytest.mark.parametrize("route", ["directive", "votes"])
 def test_a_poll_ends_with_its_token(tmp_path: Path, route: str, end: str) -> None:
-    with threaded(tmp_path / "state", proposal_seconds=20.0) as daemon:
+    with threaded(tmp_path / "state", proposal_seconds=60.0) as daemon:
         made, other = Agent(daemon, "llama"), Agent(daemon, "llama", 1)
         table = daemon.app.state.plane.store.tokens
-        token = table.issue("agent", "guest", expires_at=time.time() + 2.0 if end == "expired" else None)
+        token = table.issue("agent", "guest", expires_at=time.time() + 4.0 if end == "expired" else None)
         daemon.tokens["guest"] = token
         wait_until(lambda: daemon.http("GET", "/v1/runs", "guest").status_code == 200, "the token")
         if route == "votes":
@@ -165,7 +165,7 @@ def test_a_poll_ends_with_its_token(tmp_path: Path, route: str, end: str) -> Non
             )
             assert answer.status_code == 202, answer.text
         with ThreadPoolExecutor(1) as pool:
-            at, vote = f"/v1/agents/{made.id}/{route}?wait=8", {"generation": 1, "can": True}
+            at, vote = f"/v1/agents/{made.id}/{route}?wait=30", {"generation": 1, "can": True}
             if route == "directive":
                 at += "&committed=0"
             more = {"json": vote} if route == "votes" else {}
@@ -176,7 +176,7 @@ def test_a_poll_ends_with_its_token(tmp_path: Path, route: str, end: str) -> Non
                 table.revoke(next(row.id for row in table.all() if row.name == "guest"))
             answer = poll.result()
         assert (answer.status_code, answer.json()["type"]) == (401, "token-ended")
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 20.0
         assert other.id
 
 
