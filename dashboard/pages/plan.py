@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from tidegate.dashboard.session.page_context import PageContext, errors_shown
+from tidegate.dashboard.session.page_context import PageContext, errors_shown, in_fragment
 from tidegate.dashboard.style import snippets
 from tidegate.dashboard.widgets import plan_answer, plan_form
 
@@ -15,7 +15,7 @@ def plan(_context: PageContext) -> None:
     _plan()
 
 
-@st.fragment
+@in_fragment
 def _plan() -> None:
     left, right = st.columns([3, 8], gap="medium")
     with left:

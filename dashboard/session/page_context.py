@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,5 +60,28 @@ def refreshed_slowly(draw: Callable[_P, None]) -> Callable[_P, None]:
     return _every(SLOW_SECONDS, draw)
 
 
+def in_fragment(draw: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorator for a section that is drawn again when the viewer uses its input fields, without the rest of the page.
+    Use it instead of `st.fragment`."""
+    return _in_container(st.fragment(draw))
+
+
 def _every(seconds: float, draw: Callable[_P, None]) -> Callable[_P, None]:
-    return st.fragment(run_every=seconds)(errors_shown()(draw))
+    return _in_container(st.fragment(run_every=seconds)(errors_shown()(draw)))
+
+
+def _in_container(fragment: Callable[_P, None]) -> Callable[_P, None]:
+    """Draws a fragment in a container of its own, so that the fragment is the only child of its parent.
+
+    Streamlit drops messages of a page that were not sent yet when one of its fragments runs again, although the page
+    has ended. The browser then removes the fragment. The following siblings would move up by one place; the next
+    message would be for a wrong element, and Streamlit's page would stop for good (`'setIn' cannot be called on an
+    ElementNode`).
+    """
+
+    @functools.wraps(fragment)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with st.container():
+            fragment(*args, **kwargs)
+
+    return drawn

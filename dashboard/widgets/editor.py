@@ -11,7 +11,7 @@ from tidegate.client.discovery import token_dir
 from tidegate.dashboard.data import knob_edits
 from tidegate.dashboard.session import actions, edit_session, links
 from tidegate.dashboard.session.edit_session import EditState
-from tidegate.dashboard.session.page_context import PageContext
+from tidegate.dashboard.session.page_context import PageContext, in_fragment
 from tidegate.dashboard.style import markup, snippets
 from tidegate.wire.canary import MAX_CANARY_STEPS
 from tidegate.wire.knobs import KnobBound, KnobsView
@@ -20,7 +20,7 @@ UNCHANGED: Final = "as it is"
 _NOTICE: Final = {"error": st.error, "warning": st.warning, "success": st.success, "info": st.info}
 
 
-@st.fragment
+@in_fragment
 def editor(context: PageContext, knobs: KnobsView) -> None:
     """Draws the token field, a field for each knob, and the buttons. The editor is drawn again only when the user
     changes a field or presses a button."""

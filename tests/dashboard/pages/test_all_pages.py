@@ -10,12 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 from cachetools import LRUCache
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+from streamlit.runtime.forward_msg_queue import ForwardMsgQueue
 
 from tests.dashboard import caches
 from tests.dashboard.screen import again, page, text
 from tests.dashboard.scripted import Agent, Daemon, start_daemon, step_report, timeline
 from tests.services import until
 from tidegate.dashboard.data import queries, read_cache
+from tidegate.dashboard.pages.registry import SCREENS
 from tidegate.wire.agent import AgentReport
 
 
@@ -66,6 +69,25 @@ def test_a_live_run_shows_every_family_of_its_screens(daemon: Daemon) -> None:
     assert all(title in shown for title in titles)
     assert len(app.get("plotly_chart")) == 8
     assert "Emulated" not in shown
+
+
+def test_a_section_that_streamlit_drops_moves_no_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit drops unsent messages of a fragment that runs again, and the browser then removes the fragment: it must
+    be the only child of its parent, or messages that follow are for wrong elements, and the page stops for good."""
+    Agent(daemon).train(30)
+    sent: list[ForwardMsg] = []
+    monkeypatch.setattr(ForwardMsgQueue, "_before_enqueue_msg", sent.append)
+    for screen in SCREENS:
+        sent.clear()
+        page(screen.path, run="llama-7b")
+        parts = [(tuple(m.metadata.delta_path), m.delta.fragment_id) for m in sent if m.HasField("delta")]
+        roots = {
+            fragment: min((at for at, of in parts if of == fragment), key=len) for _, fragment in parts if fragment
+        }
+        assert roots, screen.path
+        for root in roots.values():
+            beside = {at for at, _ in parts if len(at) >= len(root) and at[: len(root) - 1] == root[:-1]}
+            assert {at[: len(root)] for at in beside} == {root}, screen.path
 
 
 def test_a_run_without_a_step_waits_for_it(daemon: Daemon) -> None:
