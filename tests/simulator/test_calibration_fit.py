@@ -66,6 +66,15 @@ def test_a_slower_rate_and_a_cost_of_each_op_are_told_apart() -> None:
     assert found.step_seconds == pytest.approx(0.0, abs=1e-4)
 
 
+def test_the_wait_at_the_end_of_a_norm_is_a_cost_of_the_step() -> None:
+    """On a GPU a norm ends with a small copy, which waits: that made the norm of large models too slow."""
+    waited = 0.08
+    found = fitted_card(CARD, steps(lambda op: CARD.seconds(op) + (waited if op.kind is OpKind.NORM else 0.0)))
+    assert found.norm_params_per_second == pytest.approx(0.8e9)
+    norm = NUMEL / 0.8e9 - NUMEL / 5e9
+    assert found.step_seconds == pytest.approx(waited - norm, rel=0.01)
+
+
 def test_waiting_for_a_core_is_a_cost_of_the_lane_that_waits() -> None:
     """Each op of the CPU's lane begins a while after it could: that is added to what its ops take."""
     late, whole = 5e-4, steps(lambda op: CARD.seconds(op) + (5e-4 if op.kind is OpKind.CPU_UPDATE else 0.0))

@@ -78,9 +78,12 @@ def fitted_card(card: RateCard, steps: Sequence[MeasuredStep]) -> RateCard:
     better = _fitted(bare, memory, LANE_RATES, dispatch_latencies(step.trace for step in memory))
     norms = [totals[NORM_RATE] for totals in (_op_totals(step, bare) for step in memory) if NORM_RATE in totals]
     if norms:
-        # Norms were measured alone with one size and cold caches: in steps they may well be faster.
+        # Norms were measured alone with one size and cold caches: in steps they may well be faster. A norm reads
+        # gradients, and is never slower than an update, which reads the state, too. Time beyond that does not depend
+        # on the size: on a GPU a norm ends with a small copy, which waits for other copies. That is in `step_seconds`.
         factor = median(norm.measured / norm.expected for norm in norms)
-        better = better.with_rates({NORM_RATE: (card.rate(NORM_RATE) or 0.0) / factor})
+        least = better.rate(LANE_RATES[DEVICE]) or 0.0
+        better = better.with_rates({NORM_RATE: max(least, (card.rate(NORM_RATE) or 0.0) / factor)})
     for path in card.paths:
         of_path, lanes = [step for step in steps if path in step.plan.paths], {lane: lane for lane in path_lanes(path)}
         for _ in range(ITERATIONS if of_path else 0):

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tidegate.agent.calibration.hardware import hardware as hardware_of
 from tidegate.agent.calibration.hardware import last_level_cache_bytes
 from tidegate.agent.calibration.lane_rates import LaneThroughput, Load, MeasurementRound
 from tidegate.agent.calibration.saved_rate_card import saved_rate_card
+from tidegate.agent.devices.base import Device
 from tidegate.agent.devices.emulated import EmulatedDevice, EmulatedRates
 from tidegate.agent.ranks import cpu_lane_threads
 from tidegate.agent.tiers.file_path import PathSettings
@@ -125,6 +127,22 @@ def test_the_update_is_larger_than_the_last_level_cache(
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: cache_bytes)
     monkeypatch.setattr(measure, "host_available_bytes", lambda: available)
     assert measure._numel_beyond_caches() == expected
+
+
+@pytest.mark.parametrize(("kind", "device_free", "host_free", "expected"), [
+    ("emulated", 10**12, 10**12, 5_000_000),
+    ("cuda", 10**12, 10**12, measure.GPU_STEP_NUMEL),
+    ("cuda", 80 * 8 * 14 * 10**6, 10**12, 80_000_000),
+    ("cuda", 10**12, 60 * 8 * 14 * 10**6, 60_000_000),
+    ("cuda", 10**6, 10**12, 5_000_000),
+])  # fmt: skip
+def test_steps_on_a_gpu_are_long(
+    monkeypatch: pytest.MonkeyPatch, kind: str, device_free: int, host_free: int, expected: int
+) -> None:
+    """With small subgroups an update on an H100 took twice as long as it does in training."""
+    monkeypatch.setattr(measure, "host_available_bytes", lambda: host_free)
+    device = SimpleNamespace(kind=kind, capacity_bytes=device_free + 7, in_use_bytes=7)
+    assert measure._step_numel(cast(Device, device), 5_000_000) == expected
 
 
 def test_caches_of_several_dies_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
