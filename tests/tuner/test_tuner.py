@@ -16,6 +16,7 @@ from tidegate.tuner.tuner import (
     BLOCK_STEPS,
     FIRST_SEARCH_STEPS,
     LONG_BLOCK_STEPS,
+    LONGEST_URGENT_WAIT_STEPS,
     LONGEST_WAIT_STEPS,
     MINIMUM_GAIN,
     OWN_STEPS,
@@ -246,6 +247,25 @@ def test_a_rate_that_changes_makes_it_look_unless_it_rests(fast: float, steps_la
     looks = len(found.looks)
     found.tuner.speeds_changed()
     assert len(found.run(2).looks) == looks + looks_at_once
+
+
+def test_rates_that_drift_all_the_time_are_looked_at_less_and_less() -> None:
+    """Updates take as long as before, and nothing better is found: each look doubles the wait for the next one."""
+    slowed = False
+    found = Training(lambda _: 2.0 if slowed else 1.0, lambda _: None, look_seconds=0.04)
+
+    def drift(steps: int) -> list[int]:
+        before = len(found.looks)
+        for _ in range(steps):
+            found.run(1)
+            found.tuner.speeds_changed()
+        return found.looks[before:]
+
+    looks = drift(520)
+    waits = [later - sooner for sooner, later in itertools.pairwise(looks)]
+    assert waits == [2 * OWN_STEPS + 1, *[LONGEST_URGENT_WAIT_STEPS + 1] * 3]
+    slowed = True
+    assert drift(PERSISTENT_STEPS + 2), "an update that takes longer is looked at at once"
 
 
 def test_a_probe_is_followed_by_a_look() -> None:

@@ -65,6 +65,10 @@ changes the pause has twice as many steps."""
 OWN_STEPS: Final = 2 * WINDOW_STEPS
 """Number of steps after a change of knobs in which a drift (a lasting change of speeds) may be an effect of that
 change."""
+LONGEST_URGENT_WAIT_STEPS: Final = 4 * OWN_STEPS
+"""Largest number of steps from an urgent search to the next one. The number begins with OWN_STEPS. Each urgent search
+that finds nothing better doubles it: a rate that is measured on short ops seems to drift again and again, although
+updates take as long as before."""
 REFUTED_STEPS: Final = 512
 """Number of steps for which the tuner does not try a move again after a trial did not measure its predicted gain. A
 drift of speeds that is no effect of a change of knobs ends this time at once."""
@@ -164,10 +168,10 @@ class Tuner:
         """Seconds that the last search took."""
         self._saved, self._saved_at = SAVED_SECONDS, clock()
         self._urgent = False
-        """Whether speeds have changed since the last search. Then the next search, from step `_urgent_from` on, waits
-        less."""
-        self._urgent_from = 0
-        """Earliest step of the next urgent search. It limits the number of searches when speeds change all the time."""
+        """Whether speeds have changed since the last search. Then the next search waits less."""
+        self._urgent_at, self._urgent_wait = -OWN_STEPS, OWN_STEPS
+        """Step of the last urgent search, and number of steps from it to the next one, at least. They limit the number
+        of searches when speeds change all the time."""
         self._recent: deque[tuple[EffectiveKnobs, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[EffectiveKnobs, int] = {}
@@ -188,6 +192,7 @@ class Tuner:
             self._recent.clear()
             self._recent.extend(newest)
             log.info("tuner: the update time has changed to %.3g s and stays there", median(s for _, s in newest))
+            self._urgent_wait = min(self._urgent_wait, OWN_STEPS)
             self._discard_findings()
 
     def speeds_changed(self) -> None:
@@ -208,7 +213,7 @@ class Tuner:
         """Whether it is time for a search, if the knobs `now` are in force."""
         if self._trial is not None or self._steps_left > 1:
             return False
-        urgent = self._urgent and self._steps >= self._urgent_from
+        urgent = self._urgent and self._steps >= self._urgent_at + self._urgent_wait
         on_time = self._clock() >= self._search_at or (urgent and self._urgent_budget() >= self._cost)
         return on_time and self._before(now) is not None
 
@@ -228,6 +233,7 @@ class Tuner:
         """
         self._steps += 1
         self._steps_left -= 1
+        urgent = self._urgent
         move = self._timed_search(search) if search is not None else None
         if self._trial is not None:
             return self._continue_trial(self._trial, now)
@@ -236,7 +242,10 @@ class Tuner:
             return None
         if move is None or not self._is_worth(now, move):
             self._wait(min(2 * self._wait_steps, LONGEST_WAIT_STEPS))
+            if urgent:
+                self._urgent_wait = min(2 * self._urgent_wait, LONGEST_URGENT_WAIT_STEPS)
             return None
+        self._urgent_wait = OWN_STEPS
         self._trial = _Trial(now, move, {False: before, True: []})
         self._changed_at = self._steps
         return move.to
@@ -244,7 +253,7 @@ class Tuner:
     def _timed_search(self, search: Callable[[], Move | None]) -> Move | None:
         """Calls `search` and returns its result. The time of the call is taken from the time budget of searches."""
         if self._urgent:
-            self._urgent, self._urgent_from = False, self._steps + OWN_STEPS
+            self._urgent, self._urgent_at = False, self._steps
         began = self._clock()
         move = search()
         ended = self._clock()
@@ -312,7 +321,8 @@ class Tuner:
             self._refute(trial)
         if trial.move.gain is None:
             self._rest(1, 0)  # the probe has measured the missing rates: search again at once
-            self._urgent, self._urgent_from, self._saved = True, 0, max(self._saved, self._cost)
+            self._urgent, self._urgent_at, self._saved = True, -OWN_STEPS, max(self._saved, self._cost)
+            self._urgent_wait = OWN_STEPS
         elif kept and trial.is_clear:
             self._rest(FIRST_SEARCH_STEPS, 0)
         else:
