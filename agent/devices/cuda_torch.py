@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -185,12 +185,18 @@ class TorchCuda:
         return self._capacity
 
     def in_use_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return self._allocated_bytes("current")
 
     def take_peak_bytes(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self.device)
+        peak = self._allocated_bytes("peak")
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
+
+    def _allocated_bytes(self, which: Literal["current", "peak"]) -> int:
+        """The value of `torch.cuda.memory_allocated` or `max_memory_allocated`. These build and sort a list of all
+        statistics, which takes over 0.1 ms; the peak is taken at the end of every phase."""
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(statistics["allocated_bytes"]["all"][which])
 
     def near_cpus(self) -> frozenset[int]:
         properties: Any = torch.cuda.get_device_properties(self.device)

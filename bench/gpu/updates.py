@@ -26,6 +26,7 @@ from tidegate.speeds.rate_card import RateCard
 
 HOST_BYTES_PER_PARAM = 14
 ROUNDS = 5
+SUBGROUP_NUMEL, SLOTS = 25_000_000, 3
 SETTINGS: list[tuple[float | str, float]] = [
     ("off", 0.0), *((float(k), 0.0) for k in range(1, 9)), *((s, r) for r in (0.25, 0.5, 0.75) for s in ("off", 2.0)),
 ]  # fmt: skip
@@ -120,7 +121,7 @@ def stage(target: Target) -> dict[str, Any]:
     room = psutil.virtual_memory().available // (2 * HOST_BYTES_PER_PARAM)
     numel = target.sized(min(1_000_000_000, room), 64_000)
     params = [torch.nn.Parameter(torch.randn(numel // 16).to(target.device, torch.bfloat16)) for _ in range(16)]
-    offload = target.offload(stride=2.0, subgroup_numel=target.sized(25_000_000, 2_000), num_slots=3)
+    offload = target.offload(stride=2.0, subgroup_numel=target.sized(SUBGROUP_NUMEL, 2_000), num_slots=SLOTS)
     settings = SETTINGS[:: 3 if target.dry else 1]
     with tidegate.AdamW(params, offload=offload) as optimizer:
         rows = [

@@ -169,6 +169,19 @@ def _updates(gpu: Gpu) -> str:
         f"{best['stride']:g}: {SECONDS.show(of_spread(best['update_seconds']))}. That is {RATIO.number(faster)} times "
         f"as fast as all updates on the CPU. The prediction uses {source}. Its error is "
         f"{PERCENT.number(median(errors))} % in the median, and at most {PERCENT.number(max(errors))} %."
+        + _later_predictions(gpu)
+    )
+
+
+def _later_predictions(gpu: Gpu) -> str:
+    """The error of predictions of the same updates that were made later, from the calibration of another machine."""
+    found = gpu.files.get("predictions")
+    if found is None:
+        return ""
+    return (
+        " With the committed calibration, which is newer and of another machine of the same kind, the error is "
+        f"{PERCENT.number(found['error_median'])} % in the median, and at most {PERCENT.number(found['error_most'])} % "
+        "(`python -m bench.gpu.predictions`)."
     )
 
 

@@ -37,7 +37,7 @@ generation and two audit rows to the database."""
 EVALUATION_INTERVAL_FACTOR: Final = 20.0
 """Pause before the next evaluation of a trial, as a multiple of the time that an evaluation took: an evaluation reads
 all steps of all ranks."""
-MAX_EVALUATION_PAUSE: Final = 10.0
+MAX_EVALUATION_PAUSE_SECONDS: Final = 10.0
 """Longest pause between two evaluations of a trial, in seconds. An evaluation that took long because the machine stood
 still must not delay the rollback of a harmful change for minutes."""
 REPORTS_A_TRIAL: Final = 8
@@ -129,7 +129,7 @@ class Trials:
         if began < self._not_before.get(run.name, began):
             return
         judged = judge(committed.canary, self._steps(run))
-        pause = min(EVALUATION_INTERVAL_FACTOR * (self._clock.mono() - began), MAX_EVALUATION_PAUSE)
+        pause = min(EVALUATION_INTERVAL_FACTOR * (self._clock.mono() - began), MAX_EVALUATION_PAUSE_SECONDS)
         self._not_before[run.name] = began + pause
         if judged != committed.canary:
             self._apply_event(run, TrialJudged(committed.number, judged))

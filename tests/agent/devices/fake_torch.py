@@ -252,8 +252,7 @@ def fake_torch() -> Iterator[FakeDriver]:
         "cudart": lambda: cudart,
         "mem_get_info": lambda device: (driver.guarded_call(_index(device, driver)), (1 << 30, 1 << 30))[1],
         "memory_reserved": lambda device: 0,
-        "memory_allocated": lambda device: 0,
-        "max_memory_allocated": lambda device: 0,
+        "memory_stats_as_nested_dict": lambda device: {"allocated_bytes": {"all": {"current": 0, "peak": 0}}},
         "reset_peak_memory_stats": lambda device: None,
         "get_device_properties": lambda device: SimpleNamespace(),
     }
