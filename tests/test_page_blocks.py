@@ -40,6 +40,7 @@ def blocks_of(page: str, *languages: str) -> list[str]:
 # ---- Python
 
 ELSEWHERE = {
+    ("docs/using.md", 2): "tests/test_site.py",
     ("docs/quickstart.md", 0): "tests/test_site.py",
     ("docs/quickstart.md", 1): "tests/test_site.py",
     ("docs/guides/choose-paths.md", 0): "tests/test_site.py",
@@ -86,7 +87,7 @@ def given(folder: Path) -> dict[str, Any]:
 
 
 def test_each_block_of_python_is_run() -> None:
-    assert len(PROGRAMS) == 21
+    assert len(PROGRAMS) == 22
     assert set(ELSEWHERE) | set(NOT_RUN) <= set(PROGRAMS)
     for (page, _), test in ELSEWHERE.items():
         source = (ROOT / test).read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,25 @@ def test_the_program_of_the_quickstart_learns(capsys: pytest.CaptureFixture[str]
     exec(compile(source, "quickstart.md", "exec"), {})
     first, last = map(float, re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
     assert last < 0.6 * first
+
+
+def test_the_whole_program_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = replaced(program("using", "A whole program"), "300, 100", "6, 2")
+
+    def run(steps: int) -> list[str]:
+        stops_early = replaced(source, "optimizer.num_steps, STEPS)", f"optimizer.num_steps, {steps})")
+        exec(compile(stops_early, "using.md", "exec"), {})
+        return capsys.readouterr().out.splitlines()
+
+    first, *without_a_stop = run(6)
+    assert first == "begins with step 0"
+    assert [line.split(":")[0] for line in without_a_stop] == ["step 2", "step 4", "step 6"]
+    shutil.rmtree("checkpoints")
+    assert run(3) == [first, without_a_stop[0]]
+    assert run(6) == ["begins with step 2", *without_a_stop[1:]]
 
 
 def test_the_settings_for_storage_work(tmp_path: Path) -> None:
