@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from typing import Final
 
@@ -12,6 +13,7 @@ from tidegate.plan.ops import LANES
 from tidegate.timeline.timeline import Span
 
 _LANES: Final = frozenset(LANES)
+_START: Final = attrgetter("start")
 Latencies = Mapping[str, Sequence[float]]
 """Dispatch latencies of single ops in seconds, by lane."""
 
@@ -48,14 +50,19 @@ def median_by_lane(steps: Iterable[Latencies]) -> dict[str, float]:
 def step_latencies(step: StepTrace) -> Latencies:
     """The dispatch latencies in one step, in seconds by lane, of the ops for which they are known."""
     found: dict[str, list[float]] = {}
+    called, deps = step.called, step.deps
     ends = {span.op: span.end for span in step.spans}
     lane_ends: dict[str, float] = {}
-    for span in sorted(step.spans, key=lambda span: span.start):
-        lane = span.lane
-        ready = max(
-            lane_ends.get(lane, step.called), step.called, *(ends.get(dep, step.called) for dep in step.deps[span.op])
-        )
-        lane_ends[lane] = max(span.end, ready)
-        if lane in _LANES and ready > step.called:
-            found.setdefault(lane, []).append(max(0.0, span.start - ready))
+    for span in sorted(step.spans, key=_START):
+        lane, start, end = span.lane, span.start, span.end
+        ready = lane_ends.get(lane, called)
+        if ready < called:
+            ready = called
+        for dep in deps[span.op]:  # not max(): this runs for each op of every second step
+            ended = ends.get(dep, called)
+            if ended > ready:
+                ready = ended
+        lane_ends[lane] = end if end > ready else ready
+        if ready > called and lane in _LANES:
+            found.setdefault(lane, []).append(start - ready if start > ready else 0.0)
     return found
