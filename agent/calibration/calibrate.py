@@ -49,8 +49,8 @@ GPU_OP_BYTES: Final = 256 << 20
 """Bytes of each copy of a GPU. On PCIe 5 a copy of OP_BYTES takes 0.3 ms, hardly longer than to enqueue it and to wait
 for it, so that its speed would be measured too low. An op on the state of 100 million parameters copies 1 GB."""
 GPU_STEP_NUMEL: Final = 200_000_000
-"""Number of parameters of the steps that an engine makes on a GPU. To enqueue an update on a GPU takes 0.1 ms, longer
-than to update 10 million parameters; with subgroups of that size an update would seem half as fast as it is."""
+"""Number of parameters of the steps that an engine makes on a GPU. A GPU updates 10 million parameters in less than
+0.1 ms, the time that it takes to enqueue the update. With subgroups of that size updates would be measured too slow."""
 GPU_SHARE: Final = 8
 """What is measured on a GPU uses at most one part in so many of the GPU's free memory, and of host memory."""
 SECONDS: Final = 0.15
@@ -192,11 +192,8 @@ def _card(
     alone: Mapping[str, LaneThroughput], keeps: Mapping[str, Mapping[str, float]], paths: Sequence[str]
 ) -> RateCard:
     """Makes a rate card from the rates of lanes alone and from `keeps`: the share of its rate that a lane keeps while
-    another lane works. A norm reads gradients, and is never slower than an update, which reads the state, too."""
+    another lane works."""
     rates = {lane: found.rate for lane, found in alone.items()}
-    if NORM in rates:
-        # The measured time of a norm contains a small copy from the device. On a GPU the copy takes far longer.
-        rates[NORM] = max(rates[NORM], rates[DEVICE])
     lanes = {name: path_lanes(name) for name in paths}
     return RateCard(
         cpu_params_per_second=rates[CPU],

@@ -193,8 +193,9 @@ class TorchCuda:
         return peak
 
     def _allocated_bytes(self, which: Literal["current", "peak"]) -> int:
-        """The value of `torch.cuda.memory_allocated` or `max_memory_allocated`. These build and sort a list of all
-        statistics, which takes over 0.1 ms; the peak is taken at the end of every phase."""
+        """Bytes that torch's allocator has given out: now, or at their peak. The values are those of
+        `torch.cuda.memory_allocated` and `max_memory_allocated`. Both functions build and sort a list of all
+        statistics, which takes over 0.1 ms, and the peak is read at the end of every phase."""
         statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(statistics["allocated_bytes"]["all"][which])
 

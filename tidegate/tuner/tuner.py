@@ -66,9 +66,9 @@ OWN_STEPS: Final = 2 * WINDOW_STEPS
 """Number of steps after a change of knobs in which a drift (a lasting change of speeds) may be an effect of that
 change."""
 LONGEST_URGENT_WAIT_STEPS: Final = 4 * OWN_STEPS
-"""Largest number of steps from an urgent search to the next one. The number begins with OWN_STEPS. Each urgent search
-that finds nothing better doubles it: a rate that is measured on short ops seems to drift again and again, although
-updates take as long as before."""
+"""Largest value of the wait between two urgent searches, in steps. The wait begins with OWN_STEPS. Each urgent search
+that finds nothing better doubles it, because a rate that is measured on short ops may seem to drift again and again
+while updates take as long as before. A drift of the update time, or a move, sets it back to OWN_STEPS."""
 REFUTED_STEPS: Final = 512
 """Number of steps for which the tuner does not try a move again after a trial did not measure its predicted gain. A
 drift of speeds that is no effect of a change of knobs ends this time at once."""
@@ -170,8 +170,8 @@ class Tuner:
         self._urgent = False
         """Whether speeds have changed since the last search. Then the next search waits less."""
         self._urgent_at, self._urgent_wait = -OWN_STEPS, OWN_STEPS
-        """Step of the last urgent search, and number of steps from it to the next one, at least. They limit the number
-        of searches when speeds change all the time."""
+        """Step of the last urgent search, and the fewest steps from it to the next one. They limit the number of urgent
+        searches when speeds change all the time."""
         self._recent: deque[tuple[EffectiveKnobs, float]] = deque(maxlen=WINDOW_STEPS)
         self._trial: _Trial | None = None
         self._refuted: dict[EffectiveKnobs, int] = {}
@@ -192,7 +192,7 @@ class Tuner:
             self._recent.clear()
             self._recent.extend(newest)
             log.info("tuner: the update time has changed to %.3g s and stays there", median(s for _, s in newest))
-            self._urgent_wait = min(self._urgent_wait, OWN_STEPS)
+            self._urgent_wait = OWN_STEPS
             self._discard_findings()
 
     def speeds_changed(self) -> None:
