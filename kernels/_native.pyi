@@ -1,7 +1,8 @@
 # Types of the extension module that kernels/src/module.cpp defines. Use tidegate.kernels, which adds names to numbers.
 from collections.abc import Sequence
 
-from tidegate.timeline.timeline import Span
+from tidegate.plan.ops import Content, OpKind
+from tidegate.timeline.timeline import Phase, PhaseSpan, Span
 
 SOURCES: str
 
@@ -56,6 +57,7 @@ def update_task(
     pool: ThreadPool,
     parts: Sequence[tuple[int, int, int, int, int, int, int, int, int, Sequence[float]]],
     factor: GradientFactor,
+    flush: TransferTask | None,
 ) -> Task: ...
 
 class Program:
@@ -238,3 +240,9 @@ def crc32c(address: int, nbytes: int, seed: int, /) -> int: ...
 def exposed_waits(
     spans: Sequence[Span], deps: dict[int, tuple[int, ...]], low: float, high: float, /
 ) -> dict[str, float]: ...
+def link_totals(
+    spans: Sequence[Span], phases: Sequence[PhaseSpan], /
+) -> list[tuple[str, Content, Phase, int, float]]: ...
+def measured_work(
+    spans: Sequence[Span], rates: dict[OpKind, tuple[str, bool]], /
+) -> tuple[dict[str, tuple[int, float]], list[str]]: ...

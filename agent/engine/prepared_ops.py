@@ -20,6 +20,7 @@ from tidegate.agent.engine.plan_execution import IssuedOp, PreparedOp
 from tidegate.agent.tiers.prepared_transfer import PreparedTransfer
 from tidegate.kernels import ThreadPool
 from tidegate.kernels.arithmetic.implementation import Implementation
+from tidegate.kernels.dispatch import TransferTask
 from tidegate.plan.ops import Op, OpKind
 from tidegate.plan.plan import Plan
 
@@ -42,6 +43,10 @@ class OpPreparer:
         self._runner = runner
         self._pool = pool
         self._rule = rule
+        self._flushes: dict[int, Op] = {}
+        """The flush of each subgroup in the present plan."""
+        self._prepared_early: dict[int, PreparedOp | None] = {}
+        """Flushes that were prepared with the update before them, by id."""
 
     def before_step(self, plan: Plan) -> dict[int, PreparedOp]:
         """The ops that may run before `step()`, by id."""
@@ -52,6 +57,8 @@ class OpPreparer:
         while others are prepared. There is at least one batch, and the first one is small. To be called when the
         outcome of the step is known to the op runner."""
         ops = plan.of_kind(*IN_STEP)
+        self._flushes = {op.subgroup: op for op in plan.of_kind(OpKind.FLUSH)}
+        self._prepared_early.clear()
         yield self._prepared(islice(ops, FIRST_BATCH))
         while batch := tuple(islice(ops, BATCH)):
             yield self._prepared(batch)
@@ -64,8 +71,10 @@ class OpPreparer:
         match op.kind:
             case OpKind.CPU_UPDATE:
                 return self._update(op)
-            case OpKind.FETCH | OpKind.FLUSH:
+            case OpKind.FETCH:
                 return self._transfer(op)
+            case OpKind.FLUSH:
+                return self._prepared_early.pop(op.id) if op.id in self._prepared_early else self._transfer(op)
         task = self._device.copy_task(op.lane, partial(self._runner.copies, op))
         return None if task is None else PreparedOp(task, op.nbytes)
 
@@ -73,8 +82,17 @@ class OpPreparer:
         if self._rule.task is None:
             return None
         runs = self._runner.runs_on_cpu(op, grad_scale=1.0)
-        task = self._rule.task(self._pool, runs, self._runner.factor)
+        task = self._rule.task(self._pool, runs, self._runner.factor, self._flush_after(op))
         return PreparedOp(task, numel=sum(run.numel for run in runs))
+
+    def _flush_after(self, update: Op) -> TransferTask | None:
+        """Prepares the flush of the state that `update` writes, so that the update can make the checksums. None if
+        there is no such flush, or it cannot be prepared."""
+        flush = self._flushes.get(update.subgroup)
+        if flush is None or flush.host_state != update.host_state:
+            return None
+        prepared = self._prepared_early[flush.id] = self._transfer(flush)
+        return prepared.task if prepared is not None and isinstance(prepared.task, TransferTask) else None
 
     def _transfer(self, op: Op) -> PreparedOp | None:
         store, path = self._memory.store, op.path

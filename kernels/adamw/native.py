@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tidegate.kernels import ThreadPool, _native
 from tidegate.kernels.arithmetic.device_calls import Update
-from tidegate.kernels.dispatch import GradientFactor, Task
+from tidegate.kernels.dispatch import GradientFactor, Task, TransferTask
 
 
 def update(pool: ThreadPool, run: Update) -> None:
@@ -18,8 +18,9 @@ def update(pool: ThreadPool, run: Update) -> None:
     )  # fmt: skip
 
 
-def task(pool: ThreadPool, runs: Sequence[Update], factor: GradientFactor) -> Task:
-    """The same update of these runs as a task. `factor` is multiplied with the gradient scale of their scalars."""
+def task(pool: ThreadPool, runs: Sequence[Update], factor: GradientFactor, flush: TransferTask | None = None) -> Task:
+    """The same update of these runs as a task. `factor` is multiplied with the gradient scale of their scalars. The
+    update makes the checksums of the write `flush`, which follows it and moves the state of these runs."""
     parts = [
         (
             run.numel, run.weight, run.weight_format, run.aux, *run.tensors, run.grad, run.grad_dtype,
@@ -27,4 +28,4 @@ def task(pool: ThreadPool, runs: Sequence[Update], factor: GradientFactor) -> Ta
         )
         for run in runs
     ]  # fmt: skip
-    return _native.update_task(pool._native, parts, factor)
+    return _native.update_task(pool._native, parts, factor, flush)

@@ -13,7 +13,7 @@ from tidegate.kernels import ThreadPool
 from tidegate.kernels.arithmetic.device_calls import Update
 from tidegate.kernels.arithmetic.oracle import Array
 from tidegate.kernels.arithmetic.torch_kernels import TorchKernels, TorchStep
-from tidegate.kernels.dispatch import GradientFactor, Task
+from tidegate.kernels.dispatch import GradientFactor, Task, TransferTask
 from tidegate.rules.rule import UpdateRule
 
 Piece = tuple[int, int, Any]
@@ -50,8 +50,10 @@ class Implementation:
         from 1; `grad_scale` is a factor for the gradient, negative to maximize. Equal numbers must be equal objects.
     step: the arithmetic in torch operations.
     native: updates the elements of a run on host threads; None if `step` does it.
-    task: makes the update of runs a task that needs no interpreter: `task(pool, runs, factor)`. The scalars of the runs
-        are made for a `grad_scale` of 1 or -1; `factor` is multiplied when the task runs. None if there is none.
+    task: makes the update of runs a task that needs no interpreter: `task(pool, runs, factor, flush)`. The scalars of
+        the runs are made for a `grad_scale` of 1 or -1; `factor` is multiplied when the task runs. `flush`: the task
+        that then writes the state to a file, for which the update makes the checksums; None for none. `task` is None if
+        the rule has no native update.
     triton: the update on GPUs; None if `step` does it.
     pieces: divides elements of a parameter into parts that are updated with other scalars.
         `pieces(param, offset, numel, scalars)`: the `numel` elements from `offset` on of the tensor `param`; the first
@@ -62,7 +64,7 @@ class Implementation:
     scalars: Callable[..., Any]
     step: TorchStep
     native: Callable[[ThreadPool, Update], None] | None = None
-    task: Callable[[ThreadPool, Sequence[Update], GradientFactor], Task] | None = None
+    task: Callable[[ThreadPool, Sequence[Update], GradientFactor, TransferTask | None], Task] | None = None
     triton: TritonUpdate | None = None
     pieces: Callable[[torch.Tensor, int, int, Any], Iterable[Piece]] = whole
 

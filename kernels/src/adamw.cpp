@@ -58,15 +58,43 @@ TIDEGATE_INLINE void deepspeed_loop(const Arrays& arrays, const Scalars& s, size
   };
 TIDEGATE_EACH_ISA(TIDEGATE_LOOPS)
 
+// Elements whose checksums are made as soon as they are written: few enough to be in the cache of a core.
+constexpr size_t kElementsPerChecksum = 16384;
+
+auto loop_of(WeightFormat format, GradDtype dtype) {
+#define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
+  static constexpr decltype(loops_by_format<BaselineLoops>()) tables[] = {TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
+  return tables[index(current_isa().load())][index(format)][index(dtype)];
+}
+
+template <class T>
+void add_elements(BlockChecksums& checksums, const T* array, size_t bytes_per_element, size_t begin, size_t end) {
+  if (array != nullptr)
+    checksums.add(reinterpret_cast<const char*>(array) + begin * bytes_per_element, (end - begin) * bytes_per_element);
+}
+
 }  // namespace
 
 void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype,
                   const Scalars& scalars) {
-#define TIDEGATE_TABLE(ISA, TARGET) loops_by_format<ISA##Loops>(),
-  static constexpr decltype(loops_by_format<BaselineLoops>()) tables[] = {TIDEGATE_EACH_ISA(TIDEGATE_TABLE)};
-  const auto loop = tables[index(current_isa().load())][index(format)][index(dtype)];
+  const auto loop = loop_of(format, dtype);
   pool.for_ranges(arrays.numel, kElementsPerTask,
                   [&](size_t begin, size_t end) { loop(arrays, scalars, begin, end); });
+}
+
+void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype, const Scalars& scalars,
+                  BlockChecksums& checksums) {
+  const auto loop = loop_of(format, dtype);
+  pool.for_ranges(arrays.numel, kElementsPerTask, [&](size_t begin, size_t end) {
+    for (size_t first = begin; first < end; first += kElementsPerChecksum) {
+      const size_t last = std::min(first + kElementsPerChecksum, end);
+      loop(arrays, scalars, first, last);
+      add_elements(checksums, arrays.weight, kWeightBytes[index(format)], first, last);
+      add_elements(checksums, arrays.aux, kAuxBytes[index(format)], first, last);
+      add_elements(checksums, arrays.exp_avg, sizeof(float), first, last);
+      add_elements(checksums, arrays.exp_avg_sq, sizeof(float), first, last);
+    }
+  });
 }
 
 }  // namespace tidegate

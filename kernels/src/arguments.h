@@ -10,10 +10,6 @@
 
 namespace tidegate {
 
-inline constexpr size_t kWeightBytes[] = {4, 2, 2, 2};
-inline constexpr size_t kAuxBytes[] = {0, 2, 4, 4};
-inline constexpr size_t kGradBytes[] = {4, 2, 2};
-
 // Refuses null and misaligned addresses.
 inline void* at(uintptr_t address, size_t alignment, const char* name) {
   if (address == 0 || address % alignment != 0)

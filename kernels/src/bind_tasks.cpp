@@ -35,7 +35,7 @@ std::shared_ptr<Task> copy_task(const std::vector<CopyTuple>& copies, double byt
 }
 
 std::shared_ptr<Task> update_task(ThreadPool& pool, const std::vector<PartTuple>& parts,
-                                  std::shared_ptr<GradientFactor> factor) {
+                                  std::shared_ptr<GradientFactor> factor, std::shared_ptr<TransferTask> flush) {
   std::vector<UpdateTask::Part> made;
   for (const auto& [numel, weight, format, aux, exp_avg, exp_avg_sq, grad, dtype, arithmetic, values] : parts) {
     const UpdateCall call = update_call(numel, weight, format, aux, exp_avg, exp_avg_sq, grad, dtype);
@@ -44,7 +44,7 @@ std::shared_ptr<Task> update_task(ThreadPool& pool, const std::vector<PartTuple>
                           Arithmetic(checked(arithmetic, 3, "arithmetic"))};
     made.push_back({call.arrays, call.format, call.dtype, scalars});
   }
-  return std::make_shared<UpdateTask>(pool, std::move(made), std::move(factor));
+  return std::make_shared<UpdateTask>(pool, std::move(made), std::move(factor), std::move(flush));
 }
 
 }  // namespace
@@ -56,7 +56,7 @@ void bind_tasks(nb::module_& m) {
       .def(nb::new_([] { return std::make_shared<GradientFactor>(); }))
       .def("set", &GradientFactor::set);
   m.def("copy_task", &copy_task, "copies"_a, "bytes_per_second"_a);
-  m.def("update_task", &update_task, "pool"_a, "parts"_a, "factor"_a, nb::keep_alive<0, 1>());
+  m.def("update_task", &update_task, "pool"_a, "parts"_a, "factor"_a, "flush"_a.none(), nb::keep_alive<0, 1>());
 }
 
 }  // namespace tidegate

@@ -158,6 +158,10 @@ TIDEGATE_FOLD_TARGET uint32_t crc32c_by_folds(const void* data, size_t nbytes, u
 
 }  // namespace
 
+Crc32cShift::Crc32cShift(size_t nbytes) : nbytes_(nbytes), factor_(power_of_x(8 * nbytes)) {}
+
+uint32_t Crc32cShift::operator()(uint32_t checksum) const { return product(factor_, checksum); }
+
 uint32_t crc32c_by_tables(const void* data, size_t nbytes, uint32_t seed) {
   const auto* place = static_cast<const unsigned char*>(data);
   uint32_t crc = ~seed;

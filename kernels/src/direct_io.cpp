@@ -19,6 +19,7 @@
 
 #include "clock.h"
 #include "move_block.h"
+#include "short_slice.h"
 #include "signals_blocked.h"
 
 namespace tidegate {
@@ -111,6 +112,7 @@ struct IoQueue {
   }
 
   void work() {
+    ask_for_short_slice();
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       std::shared_ptr<IoTransfer> transfer;

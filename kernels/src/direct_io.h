@@ -25,6 +25,7 @@ struct IoRequest {
   off_t offset;
   size_t block_bytes;
   uint32_t* checksums;  // one a block: what a read must find, where a write puts what it wrote; null for none
+  bool checksums_known = false;  // of a write: they are those of the memory already
 };
 
 struct IoState {

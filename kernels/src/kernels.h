@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "block_checksums.h"
 #include "formats.h"
 #include "thread_pool.h"
 
@@ -27,6 +28,11 @@ struct Scalars {
   Arithmetic arithmetic;
 };
 
+// Bytes of an element, by format and dtype.
+inline constexpr size_t kWeightBytes[] = {4, 2, 2, 2};
+inline constexpr size_t kAuxBytes[] = {0, 2, 4, 4};
+inline constexpr size_t kGradBytes[] = {4, 2, 2};
+
 // The arrays of one update, `numel` elements each.
 struct Arrays {
   size_t numel;
@@ -43,6 +49,10 @@ struct NormParts {
 };
 
 void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype, const Scalars& scalars);
+
+// The same, which also adds the elements that it writes to these checksums.
+void adamw_update(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype, const Scalars& scalars,
+                  BlockChecksums& checksums);
 
 // The memory traffic of adamw_update with no arithmetic, the yardstick of the benchmark. Changes nothing.
 void stream_like(ThreadPool& pool, const Arrays& arrays, WeightFormat format, GradDtype dtype);

@@ -15,6 +15,7 @@
 #include "dispatch.h"
 #include "gil.h"
 #include "kernels.h"
+#include "span_sums.h"
 #include "waits.h"
 
 namespace nb = nanobind;
@@ -109,4 +110,5 @@ NB_MODULE(_native, m) {
   bind_io(m);
   bind_dispatch(m);
   bind_waits(m);
+  bind_span_sums(m);
 }

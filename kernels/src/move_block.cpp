@@ -53,7 +53,8 @@ BlockOutcome move_block(const IoRequest& request, bool direct, size_t block) {
   const size_t begin = block * request.block_bytes;
   const size_t nbytes = std::min(request.block_bytes, request.nbytes - begin);
   uint32_t* const checksum = request.checksums == nullptr ? nullptr : request.checksums + block;
-  if (checksum != nullptr && request.kind == IoKind::Write) *checksum = crc32c(request.memory + begin, nbytes, 0);
+  if (checksum != nullptr && request.kind == IoKind::Write && !request.checksums_known)
+    *checksum = crc32c(request.memory + begin, nbytes, 0);
   BlockOutcome outcome = move_all(request, direct, begin, nbytes);
   if (checksum != nullptr && request.kind == IoKind::Read && !outcome.failed())
     outcome.checksum_mismatch = crc32c(request.memory + begin, nbytes, 0) != *checksum;

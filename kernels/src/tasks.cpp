@@ -2,12 +2,14 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
 
 #include "clock.h"
+#include "short_slice.h"
 
 namespace tidegate {
 
@@ -31,23 +33,42 @@ TaskResult CopyTask::run(const std::function<void()>&) {
 
 TaskResult UpdateTask::run(const std::function<void()>&) {
   const double start = monotonic_seconds();
+  const std::unique_ptr<BlockChecksums> checksums = flush_ ? flush_->begin_checksums() : nullptr;
   for (const Part& part : parts_) {
     Scalars scalars = part.scalars;
     scalars.grad_scale *= factor_->get();
-    adamw_update(pool_, part.arrays, part.format, part.dtype, scalars);
+    if (checksums)
+      adamw_update(pool_, part.arrays, part.format, part.dtype, scalars, *checksums);
+    else
+      adamw_update(pool_, part.arrays, part.format, part.dtype, scalars);
   }
+  if (checksums) flush_->set_checksums(checksums->finish());
   return {start, monotonic_seconds()};
 }
 
+std::unique_ptr<BlockChecksums> TransferTask::begin_checksums() const {
+  clear_padding();
+  return std::make_unique<BlockChecksums>(request_.memory, request_.nbytes, request_.block_bytes);
+}
+
+void TransferTask::clear_padding() const { std::memset(request_.memory + request_.nbytes - padding_, 0, padding_); }
+
 TaskResult TransferTask::run(const std::function<void()>& queued) {
+  thread_local const bool asked_for_short_slice = (ask_for_short_slice(), true);
+  static_cast<void>(asked_for_short_slice);
   const double asked = monotonic_seconds();
   bool ok = false;
   try {
     if (lock_) entered_ = lock_->enter(timeout_seconds_);
     since_ = monotonic_seconds();
     if (request_.kind == IoKind::Write && stop_->is_set()) throw std::runtime_error("the path takes no more state");
-    if (request_.kind == IoKind::Write) std::memset(request_.memory + request_.nbytes - padding_, 0, padding_);
-    ticket_ = pool_.submit(request_);
+    if (request_.kind == IoKind::Write) clear_padding();
+    IoRequest request = request_;
+    if (!checksums_.empty()) {
+      std::copy(checksums_.begin(), checksums_.end(), request.checksums);
+      request.checksums_known = true;
+    }
+    ticket_ = pool_.submit(request);
     queued();
     ok = ticket_->wait(std::numeric_limits<double>::infinity()) && ticket_->ok();
   } catch (const std::exception&) {  // the same call from Python raises it, too

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "block_checksums.h"
 #include "direct_io.h"
 #include "kernels.h"
 #include "path_lock.h"
@@ -58,6 +59,8 @@ class GradientFactor : public std::enable_shared_from_this<GradientFactor> {
   std::atomic<float> factor_{1.0f};
 };
 
+class TransferTask;
+
 // Updates of AdamW by the threads of a pool.
 class UpdateTask : public Task {
  public:
@@ -68,14 +71,17 @@ class UpdateTask : public Task {
     Scalars scalars;  // with a gradient scale of 1 or -1, which `factor` multiplies
   };
 
-  UpdateTask(ThreadPool& pool, std::vector<Part> parts, std::shared_ptr<const GradientFactor> factor)
-      : pool_(pool), parts_(std::move(parts)), factor_(std::move(factor)) {}
+  // `flush`: the write of the updated state that follows, for which the update makes the checksums; null for none.
+  UpdateTask(ThreadPool& pool, std::vector<Part> parts, std::shared_ptr<const GradientFactor> factor,
+             std::shared_ptr<TransferTask> flush)
+      : pool_(pool), parts_(std::move(parts)), factor_(std::move(factor)), flush_(std::move(flush)) {}
   TaskResult run(const std::function<void()>& queued) override;
 
  private:
   ThreadPool& pool_;
   const std::vector<Part> parts_;
   const std::shared_ptr<const GradientFactor> factor_;
+  const std::shared_ptr<TransferTask> flush_;
 };
 
 // Says that a path takes no more state. Writes that begin later fail at once.
@@ -102,8 +108,14 @@ class TransferTask : public Task {
         timeout_seconds_(timeout_seconds),
         stop_(std::move(stop)) {}
   TaskResult run(const std::function<void()>& queued) override;
+  // Checksums for the blocks of the state that this task writes; its padding is zeros from now on.
+  std::unique_ptr<BlockChecksums> begin_checksums() const;
+  // Gives the next run the checksums of the state, which does not change before the run; empty for none. Without them the
+  // run makes them.
+  void set_checksums(std::vector<uint32_t> checksums) { checksums_ = std::move(checksums); }
   // Forgets the last run, so that the task may run again. Not while it runs.
   void reset() {
+    checksums_.clear();
     succeeded_ = false;
     entered_.reset();
     ticket_.reset();
@@ -118,12 +130,15 @@ class TransferTask : public Task {
   std::optional<IoTicket> ticket() const { return ticket_; }
 
  private:
+  void clear_padding() const;
+
   IoPool& pool_;
   const IoRequest request_;
   const size_t padding_;
   const std::shared_ptr<PathLock> lock_;
   const double timeout_seconds_;
   const std::shared_ptr<const WriteStop> stop_;
+  std::vector<uint32_t> checksums_;
   std::optional<Entered> entered_;
   std::optional<IoTicket> ticket_;
   std::atomic<bool> succeeded_{false};

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "span_fields.h"
+
 namespace nb = nanobind;
 
 namespace tidegate {
@@ -48,9 +50,10 @@ class Waits {
  public:
   Waits(nb::handle spans, nb::dict deps, double low, double high) : deps_(deps), low_(low), high_(high) {
     for (nb::handle span : spans) {
-      const int lane = lanes_.number_of(span.attr("lane"));
-      spans_.push_back({nb::cast<int64_t>(span.attr("op")), lane, lanes_.computes(lane),
-                        nb::cast<double>(span.attr("start")), nb::cast<double>(span.attr("end"))});
+      const SpanFields fields(span);
+      const int lane = lanes_.number_of(fields[SpanFields::kLane]);
+      spans_.push_back({fields.count(SpanFields::kOp), lane, lanes_.computes(lane), fields.number(SpanFields::kStart),
+                        fields.number(SpanFields::kEnd)});
     }
   }
 

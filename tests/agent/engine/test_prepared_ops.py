@@ -74,6 +74,28 @@ def test_from_the_norm_to_the_last_flush_no_op_needs_the_interpreter(
         pair.assert_same_state()
 
 
+def test_updates_make_the_checksums_of_the_flushes_that_follow_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush_after = OpPreparer._flush_after
+    flushes: dict[int, TransferTask | None] = {}
+
+    def noted(preparer: OpPreparer, update: Op) -> TransferTask | None:
+        flushes[update.subgroup] = found = flush_after(preparer, update)
+        return found
+
+    monkeypatch.setattr(OpPreparer, "_flush_after", noted)
+    with training({"one": tmp_path}, stride="off") as pair:
+        train(pair, 0, 3)
+        path = store_of(pair.optimizer).paths["one"]
+        assert isinstance(path, StoragePath)
+        stored = {number for number, lives in enumerate(pair.optimizer.engine.memory.residence) if lives == "one"}
+        assert {number for number, flush in flushes.items() if flush is not None} >= stored
+        for number in stored:
+            assert flushes[number] in [task for key, task in tasks_of(path).items() if key[:2] == (number, "write")]
+        pair.assert_same_state()
+
+
 def test_a_factor_for_all_gradients_reaches_updates_that_were_prepared_before_it_was_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,6 @@ using namespace tidegate;
 
 namespace {
 
-constexpr size_t kWeightBytes[] = {4, 2, 2, 2};
-constexpr size_t kAuxBytes[] = {0, 2, 4, 4};
-constexpr size_t kGradBytes[] = {4, 2, 2};
-
 std::vector<char> read(size_t nbytes) {
   std::vector<char> bytes(nbytes);
   if (std::fread(bytes.data(), 1, nbytes, stdin) != nbytes) std::abort();

@@ -16,7 +16,8 @@ from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 from tidegate.kernels.arithmetic import oracle
 
 ROOT = Path(__file__).parents[3]
-SOURCES = [ROOT / "kernels" / "src" / f"{name}.cpp" for name in ("adamw", "stream", "sum_of_squares", "thread_pool")]
+NAMES = ("adamw", "block_checksums", "checksum", "stream", "sum_of_squares", "thread_pool")
+SOURCES = [ROOT / "kernels" / "src" / f"{name}.cpp" for name in NAMES]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 FORMATS = pytest.mark.parametrize("weight_format", list(WeightFormat))
