@@ -22,12 +22,13 @@ from tidegate.agent.telemetry.phase_forecast import PhaseForecast
 from tidegate.agent.telemetry.report import report_of
 from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
+from tidegate.kernels.arithmetic.span_sums import measured_work
 from tidegate.logs import event
 from tidegate.plan import Plan
 from tidegate.simulator.simulate import update_seconds
 from tidegate.speeds.dispatch_latency import StepTrace
 from tidegate.speeds.live_rates import LiveRates
-from tidegate.speeds.rate_card import RateCard, measured_work
+from tidegate.speeds.rate_card import RateCard
 from tidegate.timeline.gradient_arrival import GradientArrival
 from tidegate.timeline.step_record import FinishedStep
 from tidegate.timeline.step_result import StepPhases, StepResult
@@ -235,7 +236,8 @@ class Recorder:
 
     def _process(self, step: FinishedStep, known: _KnownPlan) -> None:
         """Computes the report of one step, and updates metrics, rates and the prediction of its plan."""
-        result, report, totals = step.result, report_of(step), self._totals
+        result, totals, work = step.result, self._totals, measured_work(step.result.spans)
+        report = report_of(step, work)
         expected = self._expected.with_update(known.predicted_seconds)
         error = step_metrics.add_step(self.metrics, step, report, expected)
         self._expected.observe(report.phase_seconds)
@@ -244,7 +246,7 @@ class Recorder:
         if not result.skipped:
             totals.gradient_arrival += step.gradient_arrival
         self._unreported.append(report)
-        for name in self._live.observe(measured_work(result.spans), _ran(step)):
+        for name in self._live.observe(work, _ran(step)):
             log.info(
                 "the measured speed %s has changed over several steps: its earlier measurements are discarded", name,
                 extra=event("rate_drifted", rate=name),

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import cast
 
+from tidegate.kernels.arithmetic.span_sums import link_totals, measured_work
 from tidegate.kernels.arithmetic.stall_analysis import exposed_waits
 from tidegate.plan import OpKind
-from tidegate.plan.ops import LINK_LANES
+from tidegate.speeds.rate_card import RATE_OF, MeasuredWork
 from tidegate.timeline.bytes_by_phase import start_of, totals_by_phase
 from tidegate.timeline.gradient_arrival import GradientArrival
 from tidegate.timeline.step_record import FinishedStep, PathSample
@@ -17,9 +18,9 @@ from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
 from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport, moved_by
 
 
-def report_of(step: FinishedStep) -> StepReport:
+def report_of(step: FinishedStep, work: MeasuredWork | None = None) -> StepReport:
     """Computes the report of one step. It includes the verdict: a sentence that says what the update waited for
-    longest, and what to change."""
+    longest, and what to change. `work`: the step's `measured_work`; None if it is not known yet."""
     phases, result, tokens = step.phases, step.result, step.phases.logged.get("tokens")
     report = StepReport(
         step=step.number,
@@ -34,7 +35,7 @@ def report_of(step: FinishedStep) -> StepReport:
         device_memory_peak_bytes=dict(phases.device_peak_bytes.items()),
         host_memory_bytes=step.host_bytes,
         cpu_seconds={phase: max(0.0, seconds) for phase, seconds in phases.cpu_seconds.items()},
-        update_params=_updated(result.spans),
+        update_params=_updated(measured_work(result.spans) if work is None else work),
         subgroups=step.subgroups,
         loss=phases.logged.get("loss"),
         tokens=None if tokens is None else int(tokens),
@@ -83,10 +84,9 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:
     """Bytes and busy time of the link between host and device, by direction, phase and content (gradient, weight or
     state)."""
-    copies = [((s.lane, s.content), s) for s in spans if s.content is not None and s.lane in LINK_LANES]
     return tuple(
         LinkRow(direction=lane, phase=phase, content=content, bytes=total.nbytes, busy_seconds=total.seconds)
-        for ((lane, content), phase), total in totals_by_phase(copies, phases).items()
+        for (lane, content, phase), total in link_totals(spans, phases).items()
     )
 
 
@@ -105,10 +105,7 @@ def _path_rows(samples: Sequence[PathSample], phases: Sequence[PhaseSpan]) -> tu
     )
 
 
-def _updated(spans: Sequence[Span]) -> dict[str, int]:
+def _updated(work: MeasuredWork) -> dict[str, int]:
     """Number of parameters updated on the CPU and on the device."""
-    numel = {OpKind.CPU_UPDATE: 0, OpKind.DEVICE_UPDATE: 0}
-    for span in spans:
-        if span.kind in numel:
-            numel[span.kind] += span.numel
-    return {"cpu": numel[OpKind.CPU_UPDATE], "device": numel[OpKind.DEVICE_UPDATE]}
+    rates = {"cpu": RATE_OF[OpKind.CPU_UPDATE], "device": RATE_OF[OpKind.DEVICE_UPDATE]}
+    return {processor: work[rate][0] if rate in work else 0 for processor, rate in rates.items()}

@@ -261,9 +261,9 @@ def test_rates_that_drift_all_the_time_are_looked_at_less_and_less() -> None:
             found.tuner.speeds_changed()
         return found.looks[before:]
 
-    looks = drift(520)
+    looks = drift(900)
     waits = [later - sooner for sooner, later in itertools.pairwise(looks)]
-    assert waits == [2 * OWN_STEPS + 1, *[LONGEST_URGENT_WAIT_STEPS + 1] * 3]
+    assert waits == [2 * OWN_STEPS + 1, 4 * OWN_STEPS + 1, *[LONGEST_URGENT_WAIT_STEPS + 1] * 2]
     slowed = True
     assert drift(PERSISTENT_STEPS + 2), "an update that takes longer is looked at at once"
 
@@ -310,15 +310,15 @@ def test_what_cannot_be_had_is_not_tried_again() -> None:
 def test_a_look_that_costs_much_is_rare() -> None:
     found = Training(lambda _: 1.0, lambda _: None, look_seconds=SAVED_SECONDS, step_seconds=0.2).run(5600)
     looks = len(found.looks)
-    assert looks == 1 + int(5600 * 0.2 * SEARCH_SHARE / SAVED_SECONDS), "of 1,120 s it may take 0.34"
+    assert looks == 1 + int(5600 * 0.2 * SEARCH_SHARE / SAVED_SECONDS), "of 1,120 s it may take 0.11"
     found.seconds, found.step_seconds = lambda _: 2.0, 0.0
     assert len(found.run(PERSISTENT_STEPS + 1).looks) == looks + 1, "after a drift it does not wait"
     found.step_seconds, found.speeds_change = 0.1, True
     assert len(found.run(4 * OWN_STEPS).looks) == looks + 1, "where speeds change in every step, it waits, too"
     found.look_seconds = 1e-3
-    found.clock += 300.0  # what the last one cost is paid
+    found.clock += 1000.0  # what the last one cost is paid
     looked = len(found.run(4 * OWN_STEPS).looks) - looks - 1
-    assert 3 <= looked <= 5, "and one that is cheap comes once in 32 steps"
+    assert 2 <= looked <= 4, "and one that is cheap comes more often"
 
 
 def test_a_second_change_soon_after_the_first_is_not_forgotten() -> None:
@@ -330,4 +330,4 @@ def test_a_second_change_soon_after_the_first_is_not_forgotten() -> None:
     found.run(3 * OWN_STEPS)
     first, second = (next(one for one in found.looks if one >= after) for after in (slow_from, fast_from))
     assert first < fast_from
-    assert second <= first + OWN_STEPS + 1, "else it waits for 0.03 % of the time, which is 17 s here"
+    assert second <= first + OWN_STEPS + 1, "else it waits for 0.01 % of the time, which is 50 s here"

@@ -29,7 +29,7 @@ measured rates become stable."""
 LONGEST_WAIT_STEPS: Final = 64
 """Largest number of steps between two searches. Each search that finds nothing better doubles the wait, because a
 search costs time."""
-SEARCH_SHARE: Final = 3e-4
+SEARCH_SHARE: Final = 1e-4
 """Largest share of the run's time for searches."""
 URGENT_SHARE: Final = 1e-3
 """Share of the run's time by which the time budget for urgent searches grows. A search is urgent after a drift (a
@@ -65,7 +65,7 @@ changes the pause has twice as many steps."""
 OWN_STEPS: Final = 2 * WINDOW_STEPS
 """Number of steps after a change of knobs in which a drift (a lasting change of speeds) may be an effect of that
 change."""
-LONGEST_URGENT_WAIT_STEPS: Final = 4 * OWN_STEPS
+LONGEST_URGENT_WAIT_STEPS: Final = 8 * OWN_STEPS
 """Largest value of the wait between two urgent searches, in steps. The wait begins with OWN_STEPS. Each urgent search
 that finds nothing better doubles it, because a rate that is measured on short ops may seem to drift again and again
 while updates take as long as before. A drift of the update time, or a move, sets it back to OWN_STEPS."""

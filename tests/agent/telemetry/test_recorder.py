@@ -243,10 +243,10 @@ def test_a_step_that_has_no_figures_is_logged_and_hides_no_other(
 ) -> None:
     real = recorder.report_of
 
-    def broken(step: Any) -> Any:
+    def broken(step: Any, work: Any) -> Any:
         if step.number == 2:
             raise ZeroDivisionError
-        return real(step)
+        return real(step, work)
 
     monkeypatch.setattr(recorder, "report_of", broken)
     training = Training()
