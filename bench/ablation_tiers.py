@@ -7,7 +7,7 @@ uses a path at a time. Each other variant turns one of these features off, and `
 `no_remainder` has fp16 weights, so that their fp32 masters are on the paths; `no_16_bit` has fp32 weights and
 gradients. Every variant trains in its own process. Each round runs one step of every variant, in random order.
 `slower_by`: update time of the variant divided by that of `all_on`. `state_by_budget`: bytes of state divided by the
-host memory for staging slots, cache and mirrors.
+host memory for slots and cache.
 
 `processes`: several processes on one disk at the same time, with and without exclusive access. Results are the
 throughput of all processes, the time of an operation (without the wait for the lock), and fairness (Jain's index of the

@@ -37,15 +37,15 @@ from storage.deepspeed_side import DeepSpeed, buffer_bytes, check_nvme, on_nvme
 from storage.figures import cpu_name, ratios, spread
 from storage.side import Model, Side
 
+from tidegate.plan.slot_sizes import WEIGHT_SLOTS
+
 WARM_UP = 2
 LEAST_ROUNDS = 3
 IO_THREADS = 4
 BLOCK_BYTES = 1 << 20
 UNPACED = {"h2d_bytes_per_second": 1e15, "d2h_bytes_per_second": 1e15, "update_params_per_second": 1e15}
-SLOT_BYTES = 12
-"""Bytes per parameter in a host slot or in the cache: fp32 weight and moments, or (bf16) weight, remainder and
-moments."""
-STATE_BYTES = {"float32": 8, "bfloat16": 10}
+STATE_BYTES, WEIGHT_BYTES = {"float32": 8, "bfloat16": 10}, {"float32": 4, "bfloat16": 2}
+"""Bytes per parameter of state and weight, by dtype of the weight. The cache holds state, a host slot holds both."""
 SIZES = {"cpu": (24, 2048), "cuda": (12, 8192)}
 """Number and width of the layers, by device: 100.7 million parameters with 1.2 GB of state, and 805 million with 9.7
 GB."""
@@ -56,7 +56,9 @@ def sides(folder: Path, model: Model, options: argparse.Namespace) -> dict[str, 
     for name in ("stock", "ours"):
         (folder / name).mkdir()
     subgroup, slots = model.width**2 // options.subgroups, options.subgroups // 2 + 2
-    cache = max(0, buffer_bytes(model) - slots * subgroup * SLOT_BYTES) * STATE_BYTES[model.dtype] // SLOT_BYTES
+    weight = WEIGHT_BYTES[model.dtype]
+    room = slots * (STATE_BYTES[model.dtype] + weight) + WEIGHT_SLOTS * weight
+    cache = max(0, buffer_bytes(model) - room * subgroup)
     block = {"stride": options.stride, "cpu_threads": options.threads, "subgroup_numel": subgroup, "emulated": UNPACED}
     path = {"directory": str(folder / "ours"), "threads": IO_THREADS, "block_bytes": BLOCK_BYTES}
     tiered = {**block, "paths": {"disk": path}, "host_slots": slots, "host_cache": cache, "gradients": "release"}

@@ -47,27 +47,28 @@ from storage.group import MemoryGroup, memory_unavailable
 from storage.ours import Ours
 from storage.side import Model, Side
 
+from tidegate.plan.slot_sizes import WEIGHT_SLOTS
+
 WARM_UP = 2
 LIMIT_BY_PEAK = 1.05
 """Memory limit of every process, as a multiple of the highest use of DeepSpeed's process during the warm-up."""
 IO_THREADS = 4
 """Number of threads that read, and of threads that write."""
-SLOT_BYTES = {"float32": 8 + 4, "bfloat16": 10 + 2}
-"""Bytes per parameter in a host slot or in the cache: state and weight, by dtype of the weight."""
-STATE_BYTES = {"float32": 8, "bfloat16": 10}
+STATE_BYTES, WEIGHT_BYTES = {"float32": 8, "bfloat16": 10}, {"float32": 4, "bfloat16": 2}
+"""Bytes per parameter of state and weight, by dtype of the weight. The cache holds state, a host slot holds both."""
 Rounds = dict[str, list[dict[str, Any]]]
 
 
 def our_offload(model: Model, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Offload settings with which slots and cache take as much memory as DeepSpeed's buffers."""
-    subgroup, slot = model.width**2 // options.subgroups, SLOT_BYTES[model.dtype]
-    left = buffer_bytes(model) - options.host_slots * subgroup * slot
+    subgroup, weight = model.width**2 // options.subgroups, WEIGHT_BYTES[model.dtype]
+    slots = options.host_slots * (STATE_BYTES[model.dtype] + weight) + WEIGHT_SLOTS * weight
     return {
         "paths": {"disk": {"directory": str(directory), "threads": IO_THREADS, "block_bytes": options.block_kib << 10}},
         "stride": "off",
         "subgroup_numel": subgroup,
         "host_slots": options.host_slots,
-        "host_cache": max(0, left) * STATE_BYTES[model.dtype] // slot,
+        "host_cache": max(0, buffer_bytes(model) - slots * subgroup),
         "gradients": "release",
         "cpu_threads": options.threads,
     }
@@ -255,7 +256,7 @@ def budget(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, A
         ("tidegate", measured["host_bytes"], 4),
         ("tidegate_bf16", measured["bf16"]["host_bytes"], 2),
     ):
-        # All gradients are in the engine's buffers; the mirrors' weights come on top of the model's.
+        # All gradients are in the engine's buffers.
         found[f"{name}_bytes"] = sum(host.values()) - gradient * model.numel
     return found
 

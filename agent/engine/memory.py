@@ -20,7 +20,7 @@ from tidegate.errors import NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement
 from tidegate.plan.ops import D2H, H2D, BufferId, Processor, Residence, is_path
-from tidegate.plan.slot_sizes import device_slot_bytes, host_slot_bytes
+from tidegate.plan.slot_sizes import WEIGHT_SLOTS, device_slot_bytes, host_slot_bytes, weight_slot_bytes
 
 
 class StateMemory:
@@ -47,6 +47,8 @@ class StateMemory:
         self.store = store
         self.host_slots: list[torch.Tensor] = []
         self.num_host_slots = sum((host_slots or {}).values())
+        self.weight_slots: list[torch.Tensor] = []
+        """Slots in host memory for weights; used only with paths."""
         self.layouts: list[Layout] = []
         self.residence: list[Residence] = []
         self.mirror_valid: list[bool] = []
@@ -73,11 +75,13 @@ class StateMemory:
         sizes = [layout.subgroup() for layout in self.layouts]
         self._device_slot_bytes = device_slot_bytes(sizes, gradients=self._slot_gradients)
         self._host_slot_bytes = host_slot_bytes(sizes, gradients=not self._slot_gradients)
+        self._weight_slot_bytes = weight_slot_bytes(sizes)
         state, weight, _ = self._host_slot_bytes
         # Where state, weight and gradient begin in a host slot, in bytes.
         self._in_host_slot = {"host_slot": 0, "host_slot_weight": state, "host_slot_grad": state + weight}
         self._free_slots()
         self.host_slots.clear()
+        self.weight_slots.clear()
 
     def _free_slots(self) -> None:
         for slot in self.slots:
@@ -108,6 +112,8 @@ class StateMemory:
         buffers = self._host_buffers.get(kind)
         if buffers is not None:
             return buffers[number].data_ptr()
+        if kind == "weight_slot":
+            return self.weight_slots[number].data_ptr()
         return self.host_slots[number].data_ptr() + self._in_host_slot[kind]
 
     def on_device(self, subgroup: int, slot: int | None) -> int:
@@ -149,12 +155,14 @@ class StateMemory:
             self.device.free(self._resident.pop(s))
         for layout, placed in zip(self.layouts, placements, strict=True):
             s, on_cpu = layout.id, placed.processor == "cpu"
-            if on_cpu and not placed.uses_host_slot and s not in self._mirror:
+            if placed.leaves_mirror and s not in self._mirror:
                 self._mirror.allocate(s, layout.numel * layout.format.weight_bytes)
             if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
                 self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._device_slot_bytes)))
+            while placed.weight_in_slot and len(self.weight_slots) < WEIGHT_SLOTS:
+                self.weight_slots.append(self.device.host_buffer(self._weight_slot_bytes))
             while placed.uses_host_slot and len(self.host_slots) < self.num_host_slots:
                 self.host_slots.append(self.device.host_buffer(sum(self._host_slot_bytes)))
             if placed.after == "device" and s not in self._resident:
@@ -325,20 +333,21 @@ class StateMemory:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of allocated host memory by kind: `state`, `mirror` (of weights), `gradient` and, if there are paths,
-        `slot` (staging slots)."""
+        `slot` (staging slots and weight slots)."""
         by_kind = {kind: buffers.nbytes for kind, buffers in self._kinds.items()}
         if self.store is not None:
-            by_kind["slot"] = sum(slot.numel() for slot in self.host_slots)
+            by_kind["slot"] = sum(slot.numel() for slot in (*self.host_slots, *self.weight_slots))
         return by_kind
 
     def host_slot_bytes(self) -> int:
-        """Bytes of all staging slots in host memory, which are allocated while state is on paths."""
-        return self.num_host_slots * sum(self._host_slot_bytes)
+        """Bytes of all staging slots and weight slots in host memory, which are allocated in runs with paths."""
+        return self.num_host_slots * sum(self._host_slot_bytes) + WEIGHT_SLOTS * self._weight_slot_bytes
 
     def close(self) -> None:
         """Frees all memory on the device and on the host."""
         self.drop_residents()
         self._free_slots()
         self.host_slots.clear()
+        self.weight_slots.clear()
         for buffers in self._kinds.values():
             buffers.clear()

@@ -143,10 +143,12 @@ class StepPlanner:
         self, processors: Sequence[Processor], after: Sequence[Residence], room_bytes: int
     ) -> tuple[Placement, ...]:
         """The placement of each subgroup. room_bytes: device memory for gradients that are not used yet."""
-        before, mode = self._memory.residence, self._settings.gradients
+        before, mode, has_paths = self._memory.residence, self._settings.gradients, self._memory.store is not None
         spilled = spilled_gradients(self.subgroups, processors, before, after, room_bytes)
         rows = zip(processors, before, after, self._memory.mirror_valid, spilled, strict=True)
-        return tuple(placement(*row[:3], mirror_valid=row[3], spilled=row[4], mode=mode) for row in rows)
+        return tuple(
+            placement(*row[:3], mirror_valid=row[3], spilled=row[4], mode=mode, has_paths=has_paths) for row in rows
+        )
 
     def _retry_on_path_failure(self, attempt: Callable[[], None]) -> None:
         """Calls `attempt`, which places subgroups, and repeats the call when a path turns out to be full or unusable.

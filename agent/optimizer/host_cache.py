@@ -12,6 +12,7 @@ from tidegate.agent.gradients.accumulation import host_bytes
 from tidegate.agent.optimizer.offload import Offload
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.ranks import ranks_that_share_host
+from tidegate.plan.slot_sizes import WEIGHT_SLOTS, weight_slot_bytes
 
 CACHE_SHARE: Final = 0.9
 """Share of the free host memory that the engine may use for the host cache and its other buffers."""
@@ -30,10 +31,10 @@ def automatic_cache_bytes(
         return 0
     subgroups = [layout.subgroup() for layout in layouts]
     state = sum(s.nbytes("state") for s in subgroups)
-    beside = sum(s.nbytes("weight") + s.nbytes("gradient") for s in subgroups)
+    gradients = sum(s.nbytes("gradient") for s in subgroups)
     largest = max((s.nbytes("state") + s.nbytes("weight") + s.nbytes("gradient") for s in subgroups), default=0)
-    slots = len(offload.paths) * offload.host_slots * largest
+    slots = len(offload.paths) * offload.host_slots * largest + WEIGHT_SLOTS * weight_slot_bytes(subgroups)
     sums = host_bytes(shards, offload.accumulation)
     free = CACHE_SHARE * (host_available_bytes() / ranks_that_share_host() + held_bytes) - slots - sums
-    # A cached subgroup that the CPU updates also has a weight mirror and a gradient buffer in host memory.
-    return max(0, int(free * state / max(1, state + beside)))
+    # A cached subgroup that the CPU updates also has a gradient buffer in host memory.
+    return max(0, int(free * state / max(1, state + gradients)))

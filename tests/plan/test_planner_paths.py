@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.plan.test_planner import names, subgroups
 from tidegate.errors import PlanError
-from tidegate.plan import Op, OpKind, Placement, Plan, Policy, make_plan, place_subgroups, steady_placements, verify
+from tidegate.plan import (
+    Op,
+    OpKind,
+    Placement,
+    Plan,
+    Policy,
+    Subgroup,
+    make_plan,
+    place_subgroups,
+    steady_placements,
+    verify,
+)
 from tidegate.plan.plan import Placement as P
 from tidegate.simulator.simulate import simulate, update_seconds
 from tidegate.speeds.rate_card import PathRates, RateCard
@@ -24,6 +35,7 @@ TIERED_STAGED = P("device", "nvme", "nvme", False)
 CACHED = P("cpu", "host", "host", True)
 FILL = P("cpu", "nvme", "host", False)
 EVICT = P("cpu", "host", "nvme", True)
+CACHED = P("cpu", "host", "host", False, weight_in_slot=True)
 
 
 def plan_of(
@@ -64,6 +76,15 @@ def plan_of(
         # Into and out of the host cache, without a slot.
         (FILL, ["weight_d2h 0", "grad_d2h 0", "norm", "fetch 0 nvme", "cpu_update 0", "weight_h2d 0"]),
         (EVICT, ["grad_d2h 0", "norm", "cpu_update 0", "weight_h2d 0", "flush 0 nvme"]),
+        # In the host cache, with the weight in a slot.
+        (CACHED, [
+            *["grad_d2h 0", "norm", "weight_d2h 0 weight slot 0", "cpu_update 0 weight slot 0"],
+            "weight_h2d 0 weight slot 0",
+        ]),
+        (replace(CACHED, before="nvme"), [
+            *["grad_d2h 0", "norm", "weight_d2h 0 weight slot 0", "fetch 0 nvme", "cpu_update 0 weight slot 0"],
+            "weight_h2d 0 weight slot 0",
+        ]),
         # On the device, with its staging slot behind the one on the host.
         (TIERED_STAGED, [
             *["norm", "fetch 0 nvme host slot 0", "state_h2d 0 slot 0 host slot 0", "device_update 0 slot 0"],
@@ -101,6 +122,38 @@ def test_paths_have_lanes_and_slots_of_their_own() -> None:
     ]
     assert names(plan.lanes["pfs:read"]) == [f"fetch {i} pfs host slot 2" for i in (0, 2, 4)]
     assert plan.link_bytes("nvme:read") == plan.link_bytes("pfs:write") == 3_000_000_000
+
+
+def test_weights_of_the_host_cache_take_the_weight_slots_in_turns() -> None:
+    plan = plan_of([CACHED] * 3)
+    waits = {op.name: [plan.by_id[dep].name for dep in op.deps] for op in plan.ops}
+    assert plan.num_weight_slots == 2
+    assert waits["weight_d2h 0 weight slot 0"] == waits["weight_d2h 1 weight slot 1"] == []
+    assert waits["weight_d2h 2 weight slot 0"] == ["weight_h2d 0 weight slot 0"]
+    assert waits["cpu_update 2 weight slot 0"] == ["weight_d2h 2 weight slot 0"]
+
+
+def test_weights_of_what_comes_from_a_path_take_weight_slots_first() -> None:
+    """Updates of the others can wait: they hold up no path."""
+    plan = plan_of([CACHED, CACHED, replace(CACHED, before="nvme")])
+    slots = {op.subgroup: op.weight_slot for op in plan.of_kind(OpKind.CPU_UPDATE)}
+    assert slots == {2: 0, 0: 1, 1: 0}
+
+
+@pytest.mark.parametrize(
+    ("placement", "slots", "rule"),
+    [
+        (Placement("cpu", "host", "host", True, weight_in_slot=True), 2, "placement"),
+        (Placement("cpu", "nvme", "nvme", False, weight_in_slot=True), 2, "placement"),
+        (Placement("device", "host", "host", False, weight_in_slot=True), 2, "placement"),
+        (Placement("cpu", "host", "host", False, weight_in_slot=True), 0, "slots"),
+    ],
+)
+def test_a_weight_slot_that_no_weight_could_use_is_refused(placement: Placement, slots: int, rule: str) -> None:
+    subgroup = Subgroup(0, 10, 2, 2, 8)
+    with pytest.raises(PlanError) as caught:
+        make_plan([subgroup], [placement], num_slots=1, host_slots={"nvme": 1}, weight_slots=slots)
+    assert caught.value.rule == rule
 
 
 def test_a_fetch_waits_for_its_slot_and_an_update_for_its_fetch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -161,9 +162,16 @@ def test_a_limit_of_its_own_counts_where_the_device_has_room() -> None:
 
 @pytest.mark.parametrize(("mode", "in_slot"), [("keep", True), ("release", False)])
 def test_state_in_a_host_slot_has_no_mirror_and_its_gradient_may_wait_there(mode: Any, in_slot: bool) -> None:
-    placed = placement("cpu", "nvme", "nvme", mirror_valid=True, spilled=False, mode=mode)
+    place = partial(placement, "cpu", "nvme", mirror_valid=True, spilled=False, mode=mode, has_paths=True)
+    placed = place("nvme")
     assert (placed.mirror_valid, placed.grad_in_slot, placed.leaves_mirror) == (False, in_slot, False)
-    cached = placement("cpu", "nvme", "host", mirror_valid=True, spilled=False, mode=mode)
-    assert (cached.mirror_valid, cached.grad_in_slot, cached.leaves_mirror) == (True, False, True)
+    cached = place("host")
+    assert (cached.mirror_valid, cached.grad_in_slot, cached.leaves_mirror) == (False, False, False)
+    assert (placed.weight_in_slot, cached.weight_in_slot) == (False, True)
     assert is_path(placed.after)
     make_plan(subgroups(1), [placed], num_slots=1, host_slots={"nvme": 1}, norms="step" if in_slot else "gradient")
+
+
+def test_without_paths_the_weight_of_an_update_on_the_cpu_has_a_mirror() -> None:
+    placed = placement("cpu", "host", "host", mirror_valid=True, spilled=False, mode="keep", has_paths=False)
+    assert (placed.mirror_valid, placed.leaves_mirror, placed.weight_in_slot) == (True, True, False)

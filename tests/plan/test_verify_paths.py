@@ -30,9 +30,11 @@ def placements(draw: st.DrawFn, policy: Policy, norms: str) -> Placement:
     if placement.is_staged and policy == "twinflow":
         placement = replace(placement, processor="cpu")
     on_cpu = placement.processor == "cpu"
+    weight_in_slot = on_cpu and not placement.uses_host_slot and draw(st.booleans())
     return replace(
         placement,
-        mirror_valid=draw(st.booleans()) and not (on_cpu and placement.uses_host_slot),
+        weight_in_slot=weight_in_slot,
+        mirror_valid=draw(st.booleans()) and not (on_cpu and placement.uses_host_slot) and not weight_in_slot,
         spilled=(spilled := draw(st.booleans()) and placement.is_staged),
         grad_in_slot=norms == "step" and placement.uses_host_slot and (on_cpu or spilled) and draw(st.booleans()),
     )
@@ -53,6 +55,7 @@ def plans(draw: st.DrawFn, min_subgroups: int = 0) -> Plan:
         rates=draw(st.none() | st.builds(AnyClock, st.lists(st.floats(0, 9), min_size=1, max_size=9))),
         norms=norms,  # type: ignore[arg-type]
         host_slots={path: draw(st.integers(1, 3)) for path in PATHS},
+        weight_slots=draw(st.integers(1, 3)),
         order=draw(st.sampled_from(["ascending", "descending"])),
     )
 
@@ -63,6 +66,19 @@ def with_two_host_slots_swapped(plan: Plan) -> Iterable[Plan]:
 
 def with_a_host_slot_changed(plan: Plan) -> Iterable[Plan]:
     return with_one_changed(plan, "host_slot", [None, *range(-1, plan.num_host_slots + 1)])
+
+
+def with_two_weight_slots_swapped(plan: Plan) -> Iterable[Plan]:
+    return with_two_swapped(plan, "weight_slot")
+
+
+def with_a_weight_slot_changed(plan: Plan) -> Iterable[Plan]:
+    return with_one_changed(plan, "weight_slot", [None, *range(-1, plan.num_weight_slots + 1)])
+
+
+def with_a_weight_in_another_place(plan: Plan) -> Iterable[Plan]:
+    for i, placement in enumerate(plan.placements):
+        yield with_placement(plan, i, replace(placement, weight_in_slot=not placement.weight_in_slot))
 
 
 def with_another_path(plan: Plan) -> Iterable[Plan]:
@@ -104,6 +120,9 @@ def with_paths_and_slots_that_are_not_there(plan: Plan) -> Iterable[Plan]:
     slots = [op.host_slot for op in plan.ops if op.host_slot is not None]
     if slots:
         yield replace(plan, num_host_slots=max(slots))
+    slots = [op.weight_slot for op in plan.ops if op.weight_slot is not None]
+    if slots:
+        yield replace(plan, num_weight_slots=max(slots))
 
 
 def with_placement(plan: Plan, subgroup: int, placement: Placement) -> Plan:
@@ -113,6 +132,9 @@ def with_placement(plan: Plan, subgroup: int, placement: Placement) -> Plan:
 TIER_DAMAGES = [
     with_two_host_slots_swapped,
     with_a_host_slot_changed,
+    with_two_weight_slots_swapped,
+    with_a_weight_slot_changed,
+    with_a_weight_in_another_place,
     with_another_path,
     with_a_copy_the_wrong_way,
     with_a_gradient_in_another_place,

@@ -110,7 +110,7 @@ def check_contents(plan: Plan) -> None:
             _home(placement.after, i): BufferContent("state", i, "new"),
             ("device_weight", i): BufferContent("weight", i, "new"),
         }
-        if placement.processor == "cpu" and not placement.uses_host_slot:
+        if placement.leaves_mirror:
             left[("host_weight", i)] = BufferContent("weight", i, "new")
         for place, thing in left.items():
             held = machine.contents.get(place)

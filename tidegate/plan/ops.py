@@ -47,8 +47,8 @@ class OpKind(StrEnum):
     GRAD_D2H = "grad_d2h"
     """Copies the gradient of a subgroup to the host, as soon as the gradient has arrived (gate: gradient)."""
     WEIGHT_D2H = "weight_d2h"
-    """Copies the weight of a subgroup to its host mirror (a copy of the weight in host memory), when the mirror is
-    missing or stale."""
+    """Copies the weight of a subgroup to host memory for an update on the CPU: to its mirror (a copy of the weight in
+    host memory) when that is missing or stale, or to a slot."""
     STATE_H2D = "state_h2d"
     """Copies the state of a subgroup to the device: into a staging slot (a buffer that subgroups use in turns), or, if
     the subgroup becomes a resident (its state stays on the device), into memory of its own."""
@@ -135,7 +135,8 @@ class Op:
     uses; None for a resident, for data with a buffer of its own on the host, or for ops that use no slot. `nbytes`:
     bytes that are copied over the link, or from or to `path` (FETCH and FLUSH only). `numel`: parameters that are
     updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: the op belongs to an update on the device whose
-    gradient comes back from the host. `grad_in_slot`: the gradient on the host is in the host slot.
+    gradient comes back from the host. `grad_in_slot`: the gradient on the host is in the host slot. `weight_slot`:
+    number of the weight slot that holds the weight in host memory; None if the weight is elsewhere.
     """
 
     id: int
@@ -149,6 +150,7 @@ class Op:
     path: str | None = None
     host_slot: int | None = None
     grad_in_slot: bool = False
+    weight_slot: int | None = None
 
     @property
     def lane(self) -> str:
@@ -194,8 +196,10 @@ class Op:
 
     @property
     def host_weight(self) -> BufferId:
-        """The buffer in host memory, as its kind and number, that holds the weight (the mirror) which this op copies or
-        updates: the host slot, or the memory of the subgroup."""
+        """The buffer in host memory, as its kind and number, that holds the weight which this op copies or updates: the
+        weight slot, the host slot, or the memory of the subgroup (the mirror)."""
+        if self.weight_slot is not None:
+            return ("weight_slot", self.weight_slot)
         return ("host_weight", self.subgroup) if self.host_slot is None else ("host_slot_weight", self.host_slot)
 
     @property
@@ -219,7 +223,8 @@ class Op:
         path = "" if self.path is None else f" {self.path}"
         slot = "" if self.slot is None else f" slot {self.slot}"
         host_slot = "" if self.host_slot is None else f" host slot {self.host_slot}"
-        return f"{self.kind.value} {self.subgroup}{path}{slot}{host_slot}"
+        weight_slot = "" if self.weight_slot is None else f" weight slot {self.weight_slot}"
+        return f"{self.kind.value} {self.subgroup}{path}{slot}{host_slot}{weight_slot}"
 
 
 def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[BufferId], frozenset[BufferId]]:

@@ -19,7 +19,9 @@ class Placement:
     `mirror_valid`: the copy of the weight in host memory (the mirror) equals the weight on the device when the step
     begins. `spilled`: the gradient waits on the host and returns to the device with the state, because the device lacks
     memory for it. `grad_in_slot`: the gradient is copied into the subgroup's host slot instead of a buffer of its own,
-    and therefore not before the slot is free; possible only where gradients are kept until the step.
+    and therefore not before the slot is free; possible only where gradients are kept until the step. `weight_in_slot`:
+    the weight has no mirror; for an update on the CPU it is copied into a weight slot, a buffer in host memory that
+    subgroups use in turns.
     """
 
     processor: Processor
@@ -28,6 +30,7 @@ class Placement:
     mirror_valid: bool
     spilled: bool = False
     grad_in_slot: bool = False
+    weight_in_slot: bool = False
 
     @property
     def is_staged(self) -> bool:
@@ -43,7 +46,7 @@ class Placement:
     @property
     def leaves_mirror(self) -> bool:
         """Whether the copy of the weight in host memory (the mirror) equals the weight on the device after the step."""
-        return self.processor == "cpu" and not self.uses_host_slot
+        return self.processor == "cpu" and not self.uses_host_slot and not self.weight_in_slot
 
     @property
     def pool(self) -> str:
@@ -57,7 +60,8 @@ class Plan:
     """Ops in program order: on each lane they run in this order.
 
     `placements[i]` belongs to `subgroups[i]`, whose id is i. There are `num_slots` staging slots on the device and
-    `num_host_slots` in host memory; a host slot holds the state, weight and gradient of one subgroup.
+    `num_host_slots` in host memory; a host slot holds the state, weight and gradient of one subgroup. There are also
+    `num_weight_slots` in host memory for weights of subgroups whose state is in host memory.
     """
 
     policy: Policy
@@ -68,6 +72,7 @@ class Plan:
     norms: Norms = "step"
     paths: tuple[str, ...] = ()
     num_host_slots: int = 0
+    num_weight_slots: int = 0
 
     @cached_property
     def by_id(self) -> dict[int, Op]:

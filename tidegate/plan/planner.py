@@ -14,6 +14,7 @@ from tidegate.plan.dependencies import with_dependencies
 from tidegate.plan.ops import PATH_NAME, Norms, Subgroup, is_path
 from tidegate.plan.plan import Placement, Plan, Policy
 from tidegate.plan.schedule import OpTimes, TypicalOpTimes, in_program_order
+from tidegate.plan.slot_sizes import WEIGHT_SLOTS
 from tidegate.plan.tasks import StepOrder, needs_grad_on_host, step_work
 
 
@@ -27,6 +28,7 @@ def make_plan(
     rates: OpTimes | None = None,
     norms: Norms = "step",
     host_slots: Mapping[str, int] | None = None,
+    weight_slots: int = WEIGHT_SLOTS,
     order: StepOrder = "ascending",
     step_at: float = 0.0,
 ) -> Plan:
@@ -37,9 +39,10 @@ def make_plan(
     order of ids, as in a backward pass. `rates` estimates run times, to order ops that share a lane; the plan is
     correct whatever the estimates are. `norms`: with `gradient`, squares for the norm are summed as gradients arrive,
     so that gradients can be released before the step; with `step`, in `step()`. `host_slots` names the paths, and gives
-    the number of slots in host memory for state on its way from or to each path. `order`: order of the updates, by
-    subgroup id. `step_at`: expected earliest time of the call of `step()`, in seconds after the first gradient (fetches
-    and copies of gradients can run before it); like `rates`, it is used only to order ops that share a lane.
+    the number of slots in host memory for state on its way from or to each path. `weight_slots`: number of slots in
+    host memory for weights of subgroups without a mirror. `order`: order of the updates, by subgroup id. `step_at`:
+    expected earliest time of the call of `step()`, in seconds after the first gradient (fetches and copies of gradients
+    can run before it); like `rates`, it is used only to order ops that share a lane.
 
     Policies: `interleaved` runs all ops concurrently that no data dependency orders (Deep Optimizer States,
     Algorithm 1; with paths, MLP-Offload, Algorithm 1); `sequential` has the same ops, one at a time; `twinflow` updates
@@ -49,11 +52,15 @@ def make_plan(
     """
     paths = dict(host_slots or {})
     _check(subgroups, placements, num_slots, policy)
+    _check_weight_slots(placements, weight_slots)
     _check_paths(placements, paths, norms)
     gradients = _gradient_order(placements, grad_on_host_order)
-    work = step_work(subgroups, placements, gradients, norms, paths, order)
+    work = step_work(subgroups, placements, gradients, norms, paths, order, weight_slots)
     ops = in_program_order(work, policy, num_slots, len(subgroups), norms, rates or TypicalOpTimes(), step_at)
-    plan = Plan(policy, tuple(subgroups), tuple(placements), num_slots, (), norms, tuple(paths), sum(paths.values()))
+    plan = Plan(
+        policy, tuple(subgroups), tuple(placements), num_slots, (), norms, tuple(paths), sum(paths.values()),
+        weight_slots if any(p.weight_in_slot for p in placements) else 0,
+    )  # fmt: skip
     return replace(
         plan, ops=with_dependencies(ops, plan.lane_names, len(subgroups), norms, chain=policy != "interleaved")
     )
@@ -81,6 +88,20 @@ def _check(subgroups: Sequence[Subgroup], placements: Sequence[Placement], num_s
         if placement.spilled and not placement.is_staged:
             raise PlanError(
                 f"Subgroup {i} is not staged, so its gradient cannot be spilled: set spilled=False.", "placement"
+            )
+
+
+def _check_weight_slots(placements: Sequence[Placement], weight_slots: int) -> None:
+    for i, placement in enumerate(placements):
+        if not placement.weight_in_slot:
+            continue
+        if placement.processor != "cpu" or placement.uses_host_slot or placement.mirror_valid:
+            raise PlanError(
+                f"Subgroup {i} has no weight that a weight slot could hold: set weight_in_slot=False.", "placement"
+            )
+        if weight_slots < 1:
+            raise PlanError(
+                f"Subgroup {i} needs a weight slot, but weight_slots={weight_slots}: give 1 or more.", "slots"
             )
 
 

@@ -200,17 +200,26 @@ def spilled_gradients(
 
 
 def placement(
-    processor: Processor, before: Residence, after: Residence, *, mirror_valid: bool, spilled: bool, mode: GradientMode
+    processor: Processor,
+    before: Residence,
+    after: Residence,
+    *,
+    mirror_valid: bool,
+    spilled: bool,
+    mode: GradientMode,
+    has_paths: bool,
 ) -> Placement:
     """The placement of one subgroup in the next step.
 
     mirror_valid: whether the host has an up-to-date copy of its weight (mirror). If the state passes through a host
     slot, the weight has no mirror. The slot has room for the gradient, too, but in mode `release` a gradient cannot
-    wait for a free slot.
+    wait for a free slot. has_paths: whether the run has storage paths. Then no weight has a mirror: host memory for
+    more state saves more than mirrors do.
     """
     placed = Placement(processor, before, after, mirror_valid, spilled)
     if not placed.uses_host_slot:
-        return placed
+        in_slot = has_paths and processor == "cpu"
+        return replace(placed, mirror_valid=False, weight_in_slot=True) if in_slot else placed
     return replace(placed, mirror_valid=False, grad_in_slot=processor == "cpu" and mode == "keep")
 
 

@@ -8,6 +8,8 @@ from typing import Final
 
 from tidegate.plan.ops import Content, Subgroup
 
+WEIGHT_SLOTS: Final = 2
+"""Number of weight slots in runs with storage paths: while the CPU updates one weight, the next one is copied."""
 DEVICE_ALIGNMENT: Final = 256
 """The room for a spilled gradient in a slot on the device begins at a multiple of this number of bytes."""
 PAGE_BYTES: Final = 4096
@@ -28,6 +30,11 @@ def host_slot_bytes(subgroups: Sequence[Subgroup], *, gradients: bool) -> tuple[
     """
     gradient = _largest(subgroups, "gradient") if gradients else 0
     return whole_pages(_largest(subgroups, "state")), whole_pages(_largest(subgroups, "weight")), whole_pages(gradient)
+
+
+def weight_slot_bytes(subgroups: Sequence[Subgroup]) -> int:
+    """Bytes of a weight slot, of whole pages."""
+    return whole_pages(_largest(subgroups, "weight"))
 
 
 def whole_pages(nbytes: int) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
 from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
 from tidegate.plan.plan import Placement
+from tidegate.plan.slot_sizes import WEIGHT_SLOTS
 
 StepOrder = Literal["ascending", "descending"]
 """Order of the updates, by subgroup id."""
@@ -64,21 +65,26 @@ def step_work(
     norms: Norms,
     host_slots: Mapping[str, int],
     order: StepOrder,
+    weight_slots: int = WEIGHT_SLOTS,
 ) -> Work:
     """The ops that these placements need.
 
     gradients: all subgroup ids, in the order in which their gradients are expected. host_slots: slots of each path.
+    weight_slots: number of weight slots.
     """
     slots = _host_slots(placements, host_slots, order)
     # Gradients come last in their lane: the ops before them have no gate, and can run when the backward has just begun.
-    early = [op for s, p in zip(subgroups, placements, strict=True) for op in _to_mirror(s, p, None)]
+    mirrored = [(s, p) for s, p in zip(subgroups, placements, strict=True) if not p.weight_in_slot]
+    early = [op for s, p in mirrored for op in _to_mirror(s, p, None)]
     early += [op for s, p in zip(subgroups, placements, strict=True) for op in _to_host_memory(s, p, None)]
     copied = [i for i in gradients if needs_grad_on_host(placements[i]) and not placements[i].grad_in_slot]
     early += [_op(OpKind.GRAD_D2H, subgroups[i]) for i in copied]
     squares = [_op(OpKind.GRAD_NORM, subgroups[i]) for i in gradients] if norms == "gradient" else []
     numel = sum(s.numel for s in subgroups) if norms == "step" else 0
     ids = _in_order(range(len(subgroups)), order)
-    tasks = [_task(subgroups[i], placements[i], slots.get(i)) for i in ids]
+    tasks = _with_weight_slots(
+        [_task(subgroups[i], placements[i], slots.get(i)) for i in ids], placements, weight_slots
+    )
     return Work(
         early=tuple(early),
         squares=tuple(squares),
@@ -113,6 +119,22 @@ def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], 
     return slots
 
 
+def _with_weight_slots(tasks: Sequence[Task], placements: Sequence[Placement], weight_slots: int) -> Sequence[Task]:
+    """The tasks, in the same order, with the weight slot of each subgroup that uses one. Subgroups use the slots in
+    turns: those whose state comes from a path first, as ready ops with equal priority run."""
+    users = [task for task in tasks if placements[task.ops[0].subgroup].weight_in_slot]
+    turns = sorted(users, key=lambda task: task.origin)
+    slot_of = {task.ops[0].subgroup: turn % weight_slots for turn, task in enumerate(turns)}
+    return [_with_weight_slot(task, slot_of.get(task.ops[0].subgroup)) for task in tasks]
+
+
+def _with_weight_slot(task: Task, slot: int | None) -> Task:
+    if slot is None:
+        return task
+    kinds = (OpKind.WEIGHT_D2H, OpKind.CPU_UPDATE, OpKind.WEIGHT_H2D)
+    return replace(task, ops=tuple(replace(op, weight_slot=slot) if op.kind in kinds else op for op in task.ops))
+
+
 def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Task:
     on_cpu = placement.processor == "cpu"
     comes_from_path = is_path(placement.before)
@@ -130,8 +152,9 @@ def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Ta
 
 
 def _cpu_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
-    if host_slot is not None:
+    if host_slot is not None or placement.weight_in_slot:
         yield from _to_mirror(subgroup, placement, host_slot)
+    if host_slot is not None:
         yield from _to_host_memory(subgroup, placement, host_slot)
     yield from _fetch(subgroup, placement, host_slot)
     yield from _grad_to_slot(subgroup, placement, host_slot)
@@ -158,7 +181,7 @@ def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None)
 
 def _to_mirror(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:
     """Yields the op that copies the weight to host memory for an update on the CPU: to the mirror of the subgroup, or
-    to its host slot if it uses one. Yields nothing if no copy is needed."""
+    to its host slot or weight slot if it uses one. Yields nothing if no copy is needed."""
     wanted = placement.processor == "cpu" and not placement.mirror_valid
     if wanted and placement.uses_host_slot == (host_slot is not None):
         yield _op(OpKind.WEIGHT_D2H, subgroup, host_slot=host_slot)

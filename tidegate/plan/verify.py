@@ -31,6 +31,8 @@ HOST_SLOT_KINDS: Final = frozenset(
 )
 """Kinds of op that use the host slot of their subgroup, if it has one. Copies of gradients may use it, too."""
 SLOT_KINDS: Final = frozenset({OpKind.STATE_H2D, OpKind.STATE_D2H, OpKind.GRAD_H2D, OpKind.DEVICE_UPDATE})
+WEIGHT_KINDS: Final = frozenset({OpKind.WEIGHT_D2H, OpKind.CPU_UPDATE, OpKind.WEIGHT_H2D})
+"""Kinds of op that use the weight slot of their subgroup, if it has one."""
 UPDATE_KIND: Final = {"cpu": OpKind.CPU_UPDATE, "device": OpKind.DEVICE_UPDATE}
 
 
@@ -70,6 +72,8 @@ def _check_host_slot_use(plan: Plan, subgroup: int, placement: Placement) -> Non
     on_cpu = placement.processor == "cpu"
     if on_cpu and placement.uses_host_slot and placement.mirror_valid:
         _refuse("placement", f"Subgroup {subgroup} is updated in a host slot: no mirror of its weight is valid.")
+    if placement.weight_in_slot and (not on_cpu or placement.uses_host_slot or placement.mirror_valid):
+        _refuse("placement", f"Subgroup {subgroup} has no weight that could be in a weight slot.")
     if placement.grad_in_slot and not (placement.uses_host_slot and (on_cpu or placement.spilled)):
         _refuse("placement", f"Subgroup {subgroup} has no gradient that could be in a host slot.")
     if placement.grad_in_slot and plan.norms == "gradient":
@@ -90,6 +94,7 @@ def _check_ops(plan: Plan) -> None:
             _refuse("paths", f"Op {op.id} ({op.name}) has path {op.path}: fetch and flush need one of {plan.paths}.")
         _check_slot(plan, op)
         _check_host_slot(plan, op)
+        _check_weight_slot(plan, op)
         _check_size(plan, op)
 
 
@@ -116,6 +121,18 @@ def _check_host_slot(plan: Plan, op: Op) -> None:
         )
     if not needs_slot and op.host_slot is not None:
         _refuse("slots", f"Op {op.id} ({op.name}) uses no host slot, has {op.host_slot}.")
+
+
+def _check_weight_slot(plan: Plan, op: Op) -> None:
+    needs_slot = op.kind in WEIGHT_KINDS and plan.placements[op.subgroup].weight_in_slot
+    if needs_slot and (op.weight_slot is None or not 0 <= op.weight_slot < plan.num_weight_slots):
+        _refuse(
+            "slots",
+            f"Op {op.id} ({op.name}) needs one of the weight slots 0 to {plan.num_weight_slots - 1}, has "
+            f"{op.weight_slot}.",
+        )
+    if not needs_slot and op.weight_slot is not None:
+        _refuse("slots", f"Op {op.id} ({op.name}) uses no weight slot, has {op.weight_slot}.")
 
 
 def _check_size(plan: Plan, op: Op) -> None:

@@ -25,7 +25,13 @@ from tidegate.plan.residency import (
     spilled_gradients,
     step_order,
 )
-from tidegate.plan.slot_sizes import device_slot_bytes, host_slot_bytes, whole_pages
+from tidegate.plan.slot_sizes import (
+    WEIGHT_SLOTS,
+    device_slot_bytes,
+    host_slot_bytes,
+    weight_slot_bytes,
+    whole_pages,
+)
 from tidegate.plan.tasks import StepOrder, Work, step_work
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.rate_card import RateCard
@@ -120,21 +126,22 @@ class SteadyStep:
 
     def host_bytes(self) -> dict[str, int]:
         """Host memory in bytes, by kind: `state`, `mirror` (copies of weights, for updates on the CPU), `gradient` and,
-        with paths, `slot` (buffers for subgroups on their way from or to a path)."""
+        with paths, `slot` (buffers for state on its way from or to a path, and for weights in an update)."""
         nbytes: Counter[str] = Counter()
         for s, p in zip(self.rank.subgroups, self.placements, strict=True):
             if "host" in (p.before, p.after):
                 nbytes["state"] += whole_pages(s.nbytes("state"))
-            if p.processor == "cpu" and not p.uses_host_slot:
+            if p.leaves_mirror:
                 nbytes["mirror"] += s.nbytes("weight")
             if (p.processor == "cpu" or p.spilled) and not p.grad_in_slot:
                 nbytes["gradient"] += s.nbytes("gradient")
-        kinds = ("state", "mirror", "gradient")
+        kinds, rank = ("state", "mirror", "gradient"), self.rank
         if any(p.uses_host_slot for p in self.placements):
-            slot = host_slot_bytes(self.rank.subgroups, gradients=self.rank.gradients == "keep")
-            nbytes["slot"] = sum(self.rank.host_slots.values()) * sum(slot)
-            return {kind: nbytes[kind] for kind in (*kinds, "slot")}
-        return {kind: nbytes[kind] for kind in kinds}
+            slot = host_slot_bytes(rank.subgroups, gradients=rank.gradients == "keep")
+            nbytes["slot"] += sum(rank.host_slots.values()) * sum(slot)
+        if any(p.weight_in_slot for p in self.placements):
+            nbytes["slot"] += WEIGHT_SLOTS * weight_slot_bytes(rank.subgroups)
+        return {kind: nbytes[kind] for kind in (*kinds, *(["slot"] if "slot" in nbytes else []))}
 
 
 def ops_of(work: Work) -> Iterator[Op]:
@@ -198,11 +205,19 @@ def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list
 def _placements(
     rank: Rank, processors: Sequence[Processor], before: Sequence[Residence], after: Sequence[Residence]
 ) -> tuple[Placement, ...]:
-    """The placement of each subgroup in a step of the steady state: a weight whose subgroup the CPU updates has an
-    up-to-date copy in host memory (mirror) from the step before."""
+    """The placement of each subgroup in a step of the steady state: without paths, a weight whose subgroup the CPU
+    updates has an up-to-date copy in host memory (mirror) from the step before."""
     spilled = spilled_gradients(rank.subgroups, processors, before, after, _gradient_room(rank, processors, after))
     return tuple(
-        placement(processor, old, new, mirror_valid=processor == "cpu", spilled=waits_on_host, mode=rank.gradients)
+        placement(
+            processor,
+            old,
+            new,
+            mirror_valid=processor == "cpu",
+            spilled=waits_on_host,
+            mode=rank.gradients,
+            has_paths=bool(rank.host_slots),
+        )
         for processor, old, new, waits_on_host in zip(processors, before, after, spilled, strict=True)
     )
 

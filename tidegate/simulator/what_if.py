@@ -35,7 +35,7 @@ class Prediction:
     """Device memory in bytes for residents and staging slots."""
     host_bytes: dict[str, int]
     """Host memory in bytes, by kind: `state` (with paths, the host cache), `mirror` (copies of weights, for updates on
-    the CPU), `gradient`, and `slot` (buffers for subgroups on their way from or to a path)."""
+    the CPU), `gradient`, and `slot` (buffers for state on its way from or to a path, and for weights in an update)."""
     lower_bound: LowerBound
     """Lower bound of the update's time under these knobs, and the resource that sets it."""
 

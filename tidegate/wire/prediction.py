@@ -24,7 +24,7 @@ class PredictedUpdate(Message):
     """Bytes of one step on the link and on the paths, by lane."""
     host_memory_bytes: dict[Label, Count]
     """Host memory by kind: `state` (with paths, the host cache), `mirror` (copies of weights, for updates on the CPU),
-    `gradient`, and `slot` (buffers for subgroups on their way from or to a path)."""
+    `gradient`, and `slot` (buffers for state on its way from or to a path, and for weights in an update)."""
     device_memory_bytes: Count
     """Device memory in bytes for the state of resident subgroups and for staging slots."""
     bound_seconds: Seconds
