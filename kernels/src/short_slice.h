@@ -1,4 +1,4 @@
-// Threads that mostly wait for a device, and should go on at once when it has answered.
+// A scheduling hint for threads that mostly wait for a disk: they get a core as soon as the disk has answered.
 #pragma once
 
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
-// Sums over the spans of a step: tidegate/timeline/bytes_by_phase.py and `measured_work` of tidegate/speeds/rate_card.py, at a
-// tenth of their price. They run after every step of a training, on its cores.
+// Sums over the spans of a step: copies over the link by phase, and the work of each rate. They run after every step of a
+// training, on its cores. What they mean is in Python: tidegate/timeline/bytes_by_phase.py, tidegate/speeds/rate_card.py.
 #include "span_sums.h"
 
 #include <algorithm>
