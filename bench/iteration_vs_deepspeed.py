@@ -41,7 +41,7 @@ from tidegate.plan.slot_sizes import WEIGHT_SLOTS
 
 WARM_UP = 2
 LEAST_ROUNDS = 3
-IO_THREADS = 4
+IO_THREADS, HOST_SLOTS = 4, 3
 BLOCK_BYTES = 1 << 20
 UNPACED = {"h2d_bytes_per_second": 1e15, "d2h_bytes_per_second": 1e15, "update_params_per_second": 1e15}
 STATE_BYTES, WEIGHT_BYTES = {"float32": 8, "bfloat16": 10}, {"float32": 4, "bfloat16": 2}
@@ -55,13 +55,12 @@ def sides(folder: Path, model: Model, options: argparse.Namespace) -> dict[str, 
     """The trainings to compare (sides): for each, by name, those arguments of `DeepSpeed` that differ between sides."""
     for name in ("stock", "ours"):
         (folder / name).mkdir()
-    subgroup, slots = model.width**2 // options.subgroups, options.subgroups // 2 + 2
-    weight = WEIGHT_BYTES[model.dtype]
-    room = slots * (STATE_BYTES[model.dtype] + weight) + WEIGHT_SLOTS * weight
+    subgroup, weight = model.width**2 // options.subgroups, WEIGHT_BYTES[model.dtype]
+    room = HOST_SLOTS * (STATE_BYTES[model.dtype] + weight) + WEIGHT_SLOTS * weight
     cache = max(0, buffer_bytes(model) - room * subgroup)
     block = {"stride": options.stride, "cpu_threads": options.threads, "subgroup_numel": subgroup, "emulated": UNPACED}
     path = {"directory": str(folder / "ours"), "threads": IO_THREADS, "block_bytes": BLOCK_BYTES}
-    tiered = {**block, "paths": {"disk": path}, "host_slots": slots, "host_cache": cache, "gradients": "release"}
+    tiered = {**block, "paths": {"disk": path}, "host_slots": HOST_SLOTS, "host_cache": cache, "gradients": "release"}
     memory = {"device": "cpu", "pin_memory": options.device == "cuda"}
     return {
         "stock_cpu": {"offload": memory},

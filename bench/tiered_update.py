@@ -299,13 +299,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="a layer has width² parameters")
     parser.add_argument("--block-kib", type=int, default=1024)
     parser.add_argument("--subgroups", type=int, default=2, help="of each layer: 2 for halves of it, 8 for eighths")
-    parser.add_argument("--host-slots", type=int, help="subgroups / 2 + 2 if not given")
+    parser.add_argument("--host-slots", type=int, default=3, help="3 if not given, as in Tidegate's own default")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=180.0, help="begin no round after this long, but do three")
     parser.add_argument("--json", action="store_true", help="print nothing but the result")
     options = parser.parse_args()
-    options.host_slots = options.host_slots or options.subgroups // 2 + 2
     check_nvme()
     if not options.json:
         numel = options.layers * options.width**2

@@ -3,9 +3,11 @@ has ended."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 import psutil
@@ -92,10 +94,17 @@ def read_current_state(
 def _process_io() -> dict[str, int]:
     """Bytes that this process has read from and written to storage; empty where the kernel does not report them."""
     try:
-        counters = psutil.Process().io_counters()
+        counters = _process(os.getpid()).io_counters()
     except (psutil.Error, OSError):
         return {}
     return {"read": counters.read_bytes, "write": counters.write_bytes}
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    """This process, kept from scrape to scrape: to find it takes longer than to read its counters. `pid`: differs in a
+    forked child."""
+    return psutil.Process(pid)
 
 
 def _current_paths(store: TierStore | None, capacities: Mapping[str, int]) -> dict[str, CurrentPath]:

@@ -68,13 +68,10 @@ class GradientArrival:
 
 def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArrival:
     """Returns the figures about the arrival of gradients in one step."""
-    copied: dict[int, int] = {}
-    again = 0
-    for span in result.spans[result.num_dropped :]:
-        if span.kind is OpKind.GRAD_D2H:
-            again += span.nbytes if span.op in copied else 0
-            copied[span.op] = span.nbytes
-    total = sum(copied.values())
+    of_gradient = OpKind.GRAD_D2H
+    copies = [(span.op, span.nbytes) for span in result.spans[result.num_dropped :] if span.kind is of_gradient]
+    total = sum(dict(copies).values())
+    again = sum(nbytes for _, nbytes in copies) - total
     if len(result.stepped) < MIN_PARAMS:
         return GradientArrival(total, again)
     return GradientArrival(total, again, *_first_of_backward(phases), phases.single_node_share * total)

@@ -130,8 +130,9 @@ def remedy_for(cause: str) -> Remedy:
 def remedies_of(figures: UpdateFigures, knobs: EffectiveKnobs) -> list[str]:
     """What helps a step with these figures and knobs, as clauses: against its longest wait, and for its gradients."""
     found: dict[str, str] = {}
+    kinds = (kind_of(figures.cause[0]), *_OF_GRADIENTS)
     for remedy in REMEDIES:
-        if remedy.kind in (kind_of(figures.cause[0]), *_OF_GRADIENTS) and remedy.helps(figures, knobs):
+        if remedy.kind in kinds and remedy.helps(figures, knobs):
             found.setdefault(remedy.kind, remedy.words.format(figures=figures, knobs=knobs))
     return list(found.values())
 
