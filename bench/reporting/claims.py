@@ -169,10 +169,11 @@ TIERED_UPDATE: Final = Claim(
     plot_caption="how many times as fast as DeepSpeed backward and update were in each committed run",
     kind=_subgroups,
     notes=(
-        "DeepSpeed moves more bytes than Tidegate: 2.27 times as many with subgroups of half a layer, 2.41 with "
-        "quarters and 2.47 with eighths of a layer, because smaller slots leave more memory to the cache (2.22, 2.27 "
-        "and 2.33 before the newest run of each, when cached subgroups had mirrors of their weights, too). That is the "
-        "ratio if both run at the speed of the disk. It can be higher only where DeepSpeed does not reach this speed.",
+        "DeepSpeed moves more bytes than Tidegate: 2.27 times as many with subgroups of half a layer, 2.44 with "
+        "quarters and 2.53 with eighths of a layer, because smaller slots leave more memory to the cache (2.41 with "
+        "quarters and 2.47 with eighths in the run before, which had four and six host slots instead of three; 2.22, "
+        "2.27 and 2.33 before that, when cached subgroups had mirrors of their weights, too). That is the ratio if "
+        "both run at the speed of the disk. It can be higher only where DeepSpeed does not reach this speed.",
         "fio uses 8 MiB of memory again and again, which stay in the processor's cache. This virtual disk copies "
         "through that cache: with 96 MiB of memory, as an update has, our direct I/O alone is 2 to 15 % slower.",
         "The first two runs had no limit on the memory of a process.",
