@@ -1,4 +1,5 @@
-"""Throughput of a disk by Tidegate's native direct I/O alone, with checksums: what an update could have at most."""
+"""Throughput of a disk by Tidegate's native direct I/O alone: with checksums, what an update could have at most;
+without them, the same transfers of data that no processor reads, as fio's."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ QUEUED = 3
 """Transfers in progress or queued in each direction, each with memory of its own: as many as a path has host slots."""
 
 
-def rate(file: Path, mix: Mix, transfer_bytes: int) -> float:
+def rate(file: Path, mix: Mix, transfer_bytes: int, with_checksums: bool = True) -> float:
     """Bytes per second of reads and writes together, in as many transfers of each. Creates the file if it is missing.
     Half of the blocks in flight are read and half are written, as by a storage path with half as many `threads`.
 
-    transfer_bytes: size of one transfer, which the engine makes for one subgroup.
+    transfer_bytes: size of one transfer, which the engine makes for one subgroup. with_checksums: whether the checksum
+        of each block is made or verified.
     """
     created = not file.exists()
     fd, direct = open_direct(file, write=True, create=True)
@@ -42,11 +44,13 @@ def rate(file: Path, mix: Mix, transfer_bytes: int) -> float:
 
         def read(number: int) -> IoTicket:
             address, offset = memory[0, number % QUEUED].ctypes.data, number % places * transfer_bytes
-            return pool.read(fd, address, transfer_bytes, offset, mix.block_bytes, checksums)
+            sums = checksums if with_checksums else None
+            return pool.read(fd, address, transfer_bytes, offset, mix.block_bytes, sums)
 
         def write(number: int) -> IoTicket:
             address, offset = memory[1, number % QUEUED].ctypes.data, (places + number % places) * transfer_bytes
-            return pool.write(fd, address, transfer_bytes, offset, mix.block_bytes, found[number % QUEUED])
+            sums = found[number % QUEUED] if with_checksums else None
+            return pool.write(fd, address, transfer_bytes, offset, mix.block_bytes, sums)
 
         if created:
             for number in range(places):
