@@ -32,8 +32,6 @@ class BoundaryMessage:
 
 def agree(ranks: Ranks, mine: BoundaryMessage) -> BoundaryMessage:
     """Combines the messages of all ranks. A collective: all ranks call it at the same step, and get the same result."""
-    if ranks.count == 1:
-        return mine
     seconds = mine.update_seconds
     least = ranks.all_reduce_min([
         mine.generation, -mine.generation, -(seconds or 0.0), -1.0 if seconds is None else 1.0,

@@ -33,10 +33,6 @@ class AdoptedTensors:
         self.most_bytes = 0
         """Bytes of all tracked tensors, possibly with some that were freed since: never less than `in_use_bytes`."""
         self._young: dict[int, _Tensor] = {}
-        self._counted: dict[int, int] = {}
-        """Young tensors without those that `recent_bytes` has found freed: `cdata` of their storages by address. Only
-        a storage that `_young` holds may be asked whether it is freed, so each of these tensors is also in `_young`."""
-        self._counted_bytes = 0
         self._old: dict[int, _Tensor] = {}
         self._starts: dict[int, list[int]] = {}
         """Start addresses in ascending order, in one list for each size class (see `_size_class`), so that a search
@@ -50,7 +46,7 @@ class AdoptedTensors:
         it.
 
         A KeyboardInterrupt after any line of this method leaves all other tensors tracked; only the sums of bytes may
-        then be wrong until the next sweep.
+        then be too high until the next sweep.
         """
         address, one = tensor.data_ptr(), _Tensor(tensor, self._sweeps)
         self.most_bytes += one.nbytes
@@ -59,11 +55,7 @@ class AdoptedTensors:
         if place == len(starts) or starts[place] != address:
             starts.insert(place, address)
         freed = self._young.get(address)
-        if self._counted.pop(address, None) is not None and freed is not None:
-            self._counted_bytes -= freed.nbytes
         self._young[address] = one
-        self._counted[address] = one.cdata
-        self._counted_bytes += one.nbytes
         if freed is None and (freed := self._old.pop(address, None)) is not None:
             self._old_bytes -= freed.nbytes
         if freed is not None:
@@ -81,11 +73,10 @@ class AdoptedTensors:
             del starts[place]
 
     def clear(self) -> None:
-        self._counted.clear()
         self._young.clear()
         self._old.clear()
         self._starts.clear()
-        self.most_bytes = self._old_bytes = self._counted_bytes = 0
+        self.most_bytes = self._old_bytes = 0
 
     @property
     def in_use_bytes(self) -> int:
@@ -95,10 +86,7 @@ class AdoptedTensors:
     def recent_bytes(self) -> int:
         """Bytes of the tracked tensors, found faster than by `in_use_bytes`: only young tensors are checked. Old
         tensors that were freed still count until the next sweep."""
-        for address in [at for at, cdata in self._counted.items() if _expired(cdata)]:
-            del self._counted[address]
-            self._counted_bytes -= self._young[address].nbytes
-        return self._old_bytes + self._counted_bytes
+        return self._old_bytes + sum([one.nbytes for one in self._young.values() if not _expired(one.cdata)])
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether one of the tracked tensors contains all of the `nbytes` bytes that begin at `address`."""
@@ -132,11 +120,8 @@ class AdoptedTensors:
         OLD_SWEEPS sweeps, else as young."""
         living = dict(self._living())
         self._sweeps += 1
-        self._counted = {}
         self._old = {at: one for at, one in living.items() if self._sweeps - one.since > OLD_SWEEPS}
         self._young = {at: one for at, one in living.items() if at not in self._old}
-        self._counted = {at: one.cdata for at, one in self._young.items()}
-        self._counted_bytes = sum(one.nbytes for one in self._young.values())
         self._starts = {}
         for at in sorted(living):
             self._starts.setdefault(_size_class(living[at].nbytes), []).append(at)

@@ -16,8 +16,6 @@ from tidegate.agent.telemetry.metric_store import Histogram, Labels, MetricStore
 from tidegate.metrics.catalogue import METRICS
 from tidegate.metrics.family import Metric
 
-_SMALL: Final = 1_000_000
-"""Integers below this number are written with all their digits, larger ones in scientific notation."""
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
@@ -75,8 +73,6 @@ class Exposition:
 
 
 def _number(value: float) -> str:
-    if type(value) is int and 0 <= value < _SMALL:  # most values are counts of buckets
-        return f"{value}.0"
     return str(floatToGoString(value))  # type: ignore[no-untyped-call]
 
 

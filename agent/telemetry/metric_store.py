@@ -74,10 +74,7 @@ class MetricStore:
     def set_value(self, name: str, value: float | None) -> None:
         """Sets a gauge without labels, or a counter without labels whose total is kept elsewhere. None removes the
         value."""
-        if value is None:
-            self._rows[name].clear()
-        else:
-            self._rows[name][()] = value
+        self.set_series(name, {} if value is None else {(): value})
 
     def create_histogram(self, name: str, *labels: str) -> None:
         """Creates a series of a histogram, without observations; does nothing if the series exists."""
@@ -88,8 +85,7 @@ class MetricStore:
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
         """Adds one observation to a histogram. `step`: number of its step, with which it becomes the exemplar of its
         bucket; None for no exemplar. `timestamp`: seconds since the epoch; 0 for now."""
-        if labels not in self._histograms[name]:
-            self.create_histogram(name, *labels)
+        self.create_histogram(name, *labels)
         exemplar = None if step is None else Exemplar(step, value, timestamp or time.time())
         self._histograms[name][labels].observe(value, exemplar)
 

@@ -102,8 +102,8 @@ def _process_io() -> dict[str, int]:
 
 @lru_cache(maxsize=1)
 def _process(pid: int) -> psutil.Process:
-    """This process, kept from scrape to scrape: to find it takes longer than to read its counters. `pid`: differs in a
-    forked child."""
+    """psutil's object for this process. It is cached, because creating it takes longer than reading its counters.
+    `pid`: id of this process, so that a forked child gets an object of its own."""
     return psutil.Process(pid)
 
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -281,12 +282,9 @@ class Tuner:
 
     def _under(self, now: EffectiveKnobs) -> list[float]:
         """Seconds of the last consecutive updates under the knobs `now`."""
-        found: list[float] = []
-        for knobs, seconds in reversed(self._recent):
-            if knobs is not now and knobs != now:
-                break
-            found.append(seconds)
-        return found[::-1]
+        return [
+            seconds for _, seconds in takewhile(lambda pair: pair[0] is now or pair[0] == now, reversed(self._recent))
+        ][::-1]
 
     def _before(self, now: EffectiveKnobs) -> list[float] | None:
         """Seconds of the last updates under the knobs `now`, at most OLD_STEPS; None if there are fewer than

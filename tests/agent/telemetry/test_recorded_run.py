@@ -30,10 +30,6 @@ class Deaf(MetricStore):
         if name != self._family_not_heard:
             super().set_series(name, rows)
 
-    def set_value(self, name: str, value: float | None) -> None:
-        if name != self._family_not_heard:
-            super().set_value(name, value)
-
     def observe(self, name: str, value: float, *labels: str, step: int | None = None, timestamp: float = 0.0) -> None:
         if name != self._family_not_heard:
             super().observe(name, value, *labels, step=step, timestamp=timestamp)
