@@ -17,8 +17,9 @@ DeepSpeed's process used during its first steps.
 * `bound_ratio_by_bytes`: this ratio if both ran at the speed of the disk: DeepSpeed's bytes divided by Tidegate's.
 * `share_of_disk_bandwidth`: throughput of Tidegate's update, divided by fio's; `share_of_io_layer`: divided by that of
   Tidegate's native direct I/O alone, with checksums.
-* `io_layer_share_of_fio`: throughput of Tidegate's native direct I/O alone, divided by fio's; `unread_share_of_fio`:
-  the same without checksums. Then no processor reads the data, as in fio. An update has to read and write all of it.
+* `io_layer_share_of_fio`: throughput of Tidegate's native direct I/O alone, with checksums, divided by fio's;
+  `without_checksums_share_of_fio`: the same without checksums. Then no CPU core touches the transferred data, as in
+  fio. An update has to read and write all of it.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
   busy times; `overlap_of_pairs`: the same for two of them.
 """
@@ -149,12 +150,15 @@ def start_sides(
 
 
 def yardsticks(folder: Path, options: argparse.Namespace) -> dict[str, Callable[[], float]]:
-    """Functions that measure a throughput in bytes per second, by name: of `io_layer`, of `unread` (the same without
-    checksums), and of `fio` if it is there."""
+    """Functions that measure a throughput in bytes per second, by name: of `io_layer`, of the same
+    `without_checksums`, and of `fio` if it is there."""
     mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
     state_bytes = options.width**2 // options.subgroups * STATE_BYTES["float32"]
     alone = partial(io_layer.rate, folder / "io_layer", mix, state_bytes)
-    found: dict[str, Callable[[], float]] = {"io_layer": alone, "unread": partial(alone, with_checksums=False)}
+    found: dict[str, Callable[[], float]] = {
+        "io_layer": alone,
+        "without_checksums": partial(alone, with_checksums=False),
+    }
     if fio.available() is None:
         found["fio"] = partial(fio.rate, folder / "fio", mix)
     return found
@@ -245,10 +249,10 @@ def result(rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
                 key: spread(of(theirs, key)) for key in ("backward", "update", "backward_and_update", "iteration")
             },
         }
-    for name in ("io_layer", "unread") if "fio" in rounds else ():
+    for name in ("io_layer", "without_checksums") if "fio" in rounds else ():
         figures["spread"][f"{name}_share_of_fio"] = spread(ratios(of(rounds[name], "rate"), of(rounds["fio"], "rate")))
         found[f"{name}_share_of_fio"] = figures["spread"][f"{name}_share_of_fio"]["median"]
-    for name in (name for name in ("io_layer", "unread", "fio") if name in rounds):
+    for name in (name for name in ("io_layer", "without_checksums", "fio") if name in rounds):
         found[f"{name}_mib_per_second"] = spread([rate / (1 << 20) for rate in of(rounds[name], "rate")], 1)
     return {**found, **figures, "bf16": bf16, "rounds": len(ours)}
 

@@ -157,7 +157,7 @@ TIERED_UPDATE: Final = Claim(
             goal=Bound("at least", 0.95),
         ),
         Figure("our own direct I/O's throughput, divided by fio's", "spread.io_layer_share_of_fio", THOUSANDTHS),
-        Figure("the same without checksums", "spread.unread_share_of_fio", THOUSANDTHS),
+        Figure("the same without checksums", "spread.without_checksums_share_of_fio", THOUSANDTHS),
         Figure("overlap of fetch, update and flush", "spread.overlap", goal=Bound("at least", 0.8)),
         Figure(
             "bf16: disk throughput, divided by fio's", "bf16.spread.share_of_disk_bandwidth", THOUSANDTHS,
@@ -176,11 +176,11 @@ TIERED_UPDATE: Final = Claim(
         "quarters and 2.47 with eighths in an earlier run, which had four and six host slots instead of three; 2.22, "
         "2.27 and 2.33 before that, when cached subgroups had mirrors of their weights, too). That is the ratio if "
         "both run at the speed of the disk. It can be higher only where DeepSpeed does not reach this speed.",
-        "fio uses 8 MiB of memory again and again, which stay in the processor's cache, and reads none of the data. "
-        "This virtual disk copies through that cache. Our direct I/O alone has six buffers of a subgroup's state. In "
-        "the newest runs it reached 0.97 of fio with 25 MB (eighths of a layer), 0.88 with 50 MB and 0.81 with 101 MB "
-        "(halves), and without checksums, so that no processor read the data, 1.05, 0.93 and 0.83. An update cannot be "
-        "faster than that.",
+        "fio uses 8 MiB of memory again and again, which stay in the processor's cache, and no CPU core touches the "
+        "data. This virtual disk copies through that cache. Our direct I/O alone has six buffers, each as large as a "
+        "subgroup's state. In the newest runs it reached 0.97 of fio with 25 MB (eighths of a layer), 0.88 with 50 MB "
+        "(quarters) and 0.81 with 101 MB (halves); without checksums, so that no CPU core touches the data, 1.05, 0.93 "
+        "and 0.83. An update reads and writes all of the data, and is not expected to be faster.",
         "The first two runs had no limit on the memory of a process.",
     ),
 )  # fmt: skip

@@ -153,7 +153,7 @@ def strides(settings: Sequence[Line]) -> str:
     rows = [row for row in settings if row["static_ratio"] == 0]
     measured = [_point(index, of_spread(row["update_seconds"]), 1e3) for index, row in enumerate(rows)]
     series = [Series("measured", tuple(measured), line=True)]
-    for name, key in (("predicted from the speeds of single lanes", "predicted_seconds"), ("bound", "bound_seconds")):
+    for name, key in (("predicted", "predicted_seconds"), ("bound", "bound_seconds")):
         points = tuple(Point(index, 1e3 * row[key]) for index, row in enumerate(rows))
         series.append(Series(name, points, line=True, hollow=True))
     names = [f"{row['stride']:g}" if row["stride"] != "off" else "off" for row in rows]

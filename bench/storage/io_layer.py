@@ -1,5 +1,5 @@
-"""Throughput of a disk by Tidegate's native direct I/O alone: with checksums, what an update could have at most;
-without them, the same transfers of data that no processor reads, as fio's."""
+"""Throughput of a disk by Tidegate's native direct I/O alone: with checksums, as an update could have at most, or
+without, so that no CPU core touches the data, as in fio."""
 
 from __future__ import annotations
 
