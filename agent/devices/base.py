@@ -20,7 +20,7 @@ from tidegate.kernels import ThreadPool
 from tidegate.kernels.arithmetic.device_calls import GradRef as GradRef
 from tidegate.kernels.arithmetic.device_calls import Update
 from tidegate.kernels.arithmetic.implementation import Implementation
-from tidegate.kernels.dispatch import Task
+from tidegate.kernels.dispatch import SquaresTask, Task
 from tidegate.wire.base import DeviceKind
 
 
@@ -126,5 +126,9 @@ class Device(Protocol):
     def norms(self, grads: Sequence[GradRef]) -> tuple[Event, list[tuple[float, int]]]:
         """Computes a pair for each gradient: the sum of squares and the number of non-finite values. Returns an event
         and the list of pairs, which may be read only after the event is done."""
+
+    def norms_task(self, grads: Callable[[], Sequence[GradRef]]) -> SquaresTask | None:
+        """The same sums as a task that needs no interpreter; None if `norms` must be called. `grads`: function that
+        finds the gradients; it is only called for a task."""
 
     def close(self) -> None: ...

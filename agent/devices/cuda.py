@@ -274,6 +274,9 @@ class CudaDevice:
     def copy_task(self, lane: str, copies: Callable[[], Sequence[Copy]]) -> None:
         """None: `copy` enqueues the copies on a stream."""
 
+    def norms_task(self, grads: Callable[[], Sequence[GradRef]]) -> None:
+        """None: `norms` enqueues the sums on a stream."""
+
     def update(self, runs: Sequence[UpdateRun]) -> Event:
         anchor, stream = self._clock.fresh(), self._lanes[DEVICE]
         start = self._runtime.record(stream, timed=True)

@@ -20,7 +20,7 @@ from tidegate.agent.devices.adopted_tensors import AdoptedTensors
 from tidegate.agent.devices.base import Copy, DoneEvent, Event, GradRef, UpdateRun
 from tidegate.errors import DeviceAccessError, MemoryBudgetError
 from tidegate.kernels import ThreadPool, aligned_buffer, copy, fill, sum_of_squares
-from tidegate.kernels.dispatch import Task, copy_task
+from tidegate.kernels.dispatch import SquaresTask, Task, copy_task, squares_task
 from tidegate.knobs.setting_checks import check_number
 from tidegate.plan.ops import D2H, H2D
 from tidegate.wire.base import DeviceKind
@@ -209,6 +209,15 @@ class EmulatedDevice:
             self._require_device(grad.address, grad.dtype.nbytes * grad.numel, "device")
         found = [sum_of_squares(self._pool, g.address, g.numel, g.dtype) for g in grads]
         return DoneEvent(start, time.monotonic()), found
+
+    def norms_task(self, grads: Callable[[], Sequence[GradRef]]) -> SquaresTask | None:
+        found = grads()
+        try:
+            for grad in found:
+                self._require_device(grad.address, grad.dtype.nbytes * grad.numel, "device")
+        except DeviceAccessError:
+            return None  # `norms` raises it, in the lane
+        return squares_task(self._pool, [(grad.address, grad.numel, grad.dtype) for grad in found])
 
     def close(self) -> None:
         self._pool.close()

@@ -22,6 +22,7 @@ from tidegate.agent.engine.gradient_routing import GradientRouting, GradientSour
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.op_runner import MemoryRunner, StepInputs, StepOutcome
 from tidegate.agent.engine.plan_in_flight import PlanInFlight
+from tidegate.agent.engine.prepared_gradients import GradientOpPreparer
 from tidegate.agent.engine.prepared_ops import OpPreparer
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.step_planner import StepPlanner
@@ -97,7 +98,10 @@ class Engine:
             ahead=of_paths,
             watchdog_seconds=settings.watchdog_seconds,
         )
-        self.routing = GradientRouting(self._executor, self._runner, self.gradients, self.layouts, source, early)
+        gradient_ops = GradientOpPreparer(device, self.memory, self._runner, self.gradients)
+        self.routing = GradientRouting(
+            self._executor, self._runner, self.gradients, self.layouts, source, early, gradient_ops
+        )
         self.gradients_made_at: float | None = None
         """Time at which the device had computed all gradients of the last `step()`, in seconds on the monotonic clock.
         None if the gradients were computed already when `step()` was called."""
@@ -211,10 +215,12 @@ class Engine:
             batches = self._preparer.in_step(flight.plan)
             self._executor.prepare(next(batches))
             self._executor.step(repeat=self.routing.stale_copies())
+            self.routing.prepare_copies()
             for batch in batches:
                 self._executor.let_norm_run()
                 self._executor.prepare(batch)
             goes_on = self._executor.wait_for_norm()
+            self.routing.release_read()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None
             self.planner.observe_step_delay(max(made_at, called) - flight.began)

@@ -230,6 +230,11 @@ class Executor:
         self._forget()
         return execution.all_spans()
 
+    def collect(self) -> None:
+        """Records which prepared ops have ended. Does nothing without a plan."""
+        if self._execution is not None:
+            self._collect(self._execution)
+
     def _collect(self, execution: PlanExecution) -> None:
         execution.collect(self._lanes.issued_from(len(execution.spans)))
 

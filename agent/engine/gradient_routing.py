@@ -12,6 +12,7 @@ import torch
 from tidegate.agent.engine.executor import Executor
 from tidegate.agent.engine.op_runner import MemoryRunner
 from tidegate.agent.engine.plan_in_flight import gradient_reads
+from tidegate.agent.engine.prepared_gradients import GradientOpPreparer
 from tidegate.agent.gradients.gradients import Gradients
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan import Plan
@@ -43,11 +44,13 @@ class GradientRouting:
         layouts: Sequence[Layout],
         source: GradientSource,
         early: bool,
+        preparer: GradientOpPreparer,
     ) -> None:
         """`layouts`: the subgroups, in the engine's own list, so that subgroups which the engine adds later are
         included. `early`: whether gradients are final when autograd has accumulated them."""
         self._executor, self._runner, self._gradients, self._layouts = executor, runner, gradients, layouts
         self._source, self._early = source, early or gradients.mode == "release"
+        self._preparer = preparer
         self._last_order: tuple[int, ...] = ()
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients arrived in this step (an ordered set): the next plan expects
@@ -62,6 +65,7 @@ class GradientRouting:
     def begin_plan(self, plan: Plan, room_bytes: int) -> None:
         """Prepares for the gradients of a new plan. `room_bytes`: device memory for released gradients."""
         self._arrived.clear()
+        self._preparer.begin_plan(plan)
         self._gradients.expect_reads([self._layouts[subgroup] for subgroup in gradient_reads(plan)], room_bytes)
 
     def add_to_sum(self, param: int) -> bool:
@@ -80,9 +84,16 @@ class GradientRouting:
         Does nothing while `GradientSource.collectives` has objects: these give the reduced gradients to `reduced`.
         """
         if not self._source.collectives:
+            self.release_read()
             ready = self._gradients.accumulated(param)
             if self._early:
                 self._open(ready)
+
+    def release_read(self) -> None:
+        """In mode `release`, releases the gradients that tasks have read: a lane does not do so while it needs no
+        interpreter."""
+        if self._gradients.mode == "release":
+            self._executor.collect()
 
     def reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Takes gradients that a collective has reduced over the ranks, with the numbers of their parameters, and
@@ -94,8 +105,11 @@ class GradientRouting:
         """Lets ops begin that wait for the gradients of these subgroups (opens their gates), and records that the
         gradients have arrived, in this order."""
         self._arrived.update(dict.fromkeys(subgroups))
-        if subgroups:
-            self._executor.gradient_ready(subgroups)
+        if not subgroups:
+            return
+        if self._gradients.mode == "release":
+            self._executor.prepare(self._preparer.arrived(subgroups))
+        self._executor.gradient_ready(subgroups)
 
     def wait_for_memory(self) -> None:
         """If the device has no memory for the next gradient, waits until enough released gradients were read by the
@@ -104,6 +118,7 @@ class GradientRouting:
         memory = self._gradients.memory
         if memory.full:
             self._executor.wait_until_ready_ops_issued((D2H, DEVICE))
+            self.release_read()
         while memory.full and memory.wait_for_oldest():
             pass
 
@@ -115,6 +130,11 @@ class GradientRouting:
         copied = self._runner.copied
         early = [op for op in self._executor.done_early() if op.subgroup in copied]
         return [op.id for op in early if copied[op.subgroup] != self._gradients.records_of(self._layouts[op.subgroup])]
+
+    def prepare_copies(self) -> None:
+        """Prepares the copies of gradients that have not begun. To be called in `step()`, when gradients do not change
+        any more."""
+        self._executor.prepare(self._preparer.in_step({op.id for op in self._executor.done_early()}))
 
     def end_step(self) -> None:
         """Ends the step. In the next step, gradients are expected in the same order, and each gradient as many times as

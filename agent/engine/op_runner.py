@@ -106,17 +106,22 @@ class MemoryRunner:
         copy is about to read them."""
         self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
+        self.reading: dict[int, GradientsRead] = {}
+        """The records of the gradients that tasks read, by id of the op: their memory must stay until the task has
+        ended."""
         self.factor = GradientFactor()
         """The factor for all gradients of the step in progress, for ops that were prepared before it was known."""
         self.outcome: StepOutcome | None = None
         """Inputs and outcome of the step in progress; None before `step()`."""
 
     def begin(self) -> None:
-        """Prepares for a new plan: deletes the records of copies and the sums of squares of the last plan."""
+        """Prepares for a new plan: deletes the records of copies and reads and the sums of squares of the last plan.
+        None of its ops may run any more."""
         if self._memory.store is not None:
             self._memory.store.begin_plan()
         self.copied.clear()
         self.squares.clear()
+        self.reading.clear()
 
     def wait(self, lane: str, event: Event) -> None:
         """Makes a lane wait for an event. For a lane of the device, its stream waits; for another lane, the calling
@@ -188,7 +193,6 @@ class MemoryRunner:
                 yield Copy(memory.on_host(op.host_state), memory.on_device(s, op.slot), op.nbytes)
 
     def _grad_d2h(self, op: Op, layout: Layout) -> IssuedOp:
-        size, base = layout.format.grad_bytes, self._memory.on_host(op.host_grad)
         if self._gradients.mode == "keep":
             # Before the records are read: a thread that changes records and then finds no entry knows that this copy
             # reads the changed ones.
@@ -200,15 +204,22 @@ class MemoryRunner:
                 if replaced is not None:
                     self._device.used_by(op.lane, replaced.dense)
             self.copied[layout.id] = taken
-        copies: list[Copy] = []
-        for segment, arrived in zip(layout.segments, taken, strict=True):
+        for arrived in taken:
             if arrived is not None:
                 self._device.wait(op.lane, arrived.ready)
-                grad = address_of(arrived.dense) + segment.offset * size
-                copies.append(Copy(base + segment.start * size, grad, segment.numel * size))
-        issued = self._copy(op.lane, copies)
+        issued = self._copy(op.lane, self.gradient_copies(op, taken))
         self._gradients.was_read(layout, taken, op.lane, issued.event)
         return issued
+
+    def gradient_copies(self, op: Op, taken: GradientsRead) -> list[Copy]:
+        """The copies of an op that copies gradients to the host. taken: the records of these gradients."""
+        layout, base = self._memory.layouts[op.subgroup], self._memory.on_host(op.host_grad)
+        size = layout.format.grad_bytes
+        return [
+            Copy(base + s.start * size, address_of(arrived.dense) + s.offset * size, s.numel * size)
+            for s, arrived in zip(layout.segments, taken, strict=True)
+            if arrived is not None
+        ]
 
     def _weight_address(self, segment: Segment, size: int) -> int:
         return address_of(self._weights[segment.param]) + segment.offset * size
@@ -219,9 +230,7 @@ class MemoryRunner:
         """Computes the sums of squares of the gradients of all parameters that begin in this subgroup, each over the
         whole parameter. So each parameter is counted once."""
         taken = self._gradients.records_of(layout)
-        begun_here = [
-            (s.param, a) for s, a in zip(layout.segments, taken, strict=True) if a is not None and s.offset == 0
-        ]
+        begun_here = self.gradients_that_begin(op, taken)
         for _, arrived in begun_here:
             self._device.wait(op.lane, arrived.ready)
         references = [grad_ref_of(arrived) for _, arrived in begun_here]
@@ -230,6 +239,12 @@ class MemoryRunner:
         self.squares.append(SquareSums([param for param, _ in begun_here], read, event, sums))
         self._gradients.was_read(layout, taken, op.lane, event)
         return IssuedOp(event, 0, sum(reference.numel for reference in references))
+
+    def gradients_that_begin(self, op: Op, taken: GradientsRead) -> list[tuple[int, GradientRecord]]:
+        """The parameters that begin in the subgroup of `op`, with the records of their gradients. taken: the records of
+        all gradients of this subgroup."""
+        segments = self._memory.layouts[op.subgroup].segments
+        return [(s.param, a) for s, a in zip(segments, taken, strict=True) if a is not None and s.offset == 0]
 
     def _norm(self) -> IssuedOp:
         outcome = self._step_outcome()

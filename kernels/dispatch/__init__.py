@@ -7,14 +7,17 @@ A program is a list of ops (`ProgramOp`) in an order in which each op comes afte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
-from tidegate.kernels import _native
+from tidegate.kernels import ThreadPool, _native
+from tidegate.kernels.arithmetic.formats import GradDtype
 
 Dispatcher = _native.Dispatcher
 GradientFactor = _native.GradientFactor
 Lanes = _native.Lanes
 Program = _native.Program
+SquaresTask = _native.SquaresTask
 Task = _native.Task
 TaskList = _native.TaskList
 TransferTask = _native.TransferTask
@@ -23,6 +26,12 @@ ProgramOp = tuple[int, int, int, bool, bool, list[int]]
 """One op of a program: its lane, its gate, its subgroup (-1 for none), whether it copies a gradient and may be
 repeated, whether it must wait for the repeated copy of its subgroup's gradient, and the ops that must be issued before
 it."""
+
+
+def squares_task(pool: ThreadPool, gradients: Sequence[tuple[int, int, GradDtype]]) -> SquaresTask:
+    """A task that computes `tidegate.kernels.sum_of_squares` of each gradient, given as its address, number of elements
+    and dtype. When the task has ended, its attribute `sums` has the results, in the same order."""
+    return _native.squares_task(pool._native, gradients)
 
 
 class Gate(IntEnum):

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -34,6 +35,24 @@ std::shared_ptr<Task> copy_task(const std::vector<CopyTuple>& copies, double byt
   return std::make_shared<CopyTask>(std::move(made), bytes_per_second);
 }
 
+// address, numel, dtype
+using GradientTuple = std::tuple<uintptr_t, size_t, int>;
+
+std::shared_ptr<SquaresTask> squares_task(ThreadPool& pool, const std::vector<GradientTuple>& gradients) {
+  std::vector<SquaresTask::Part> made;
+  for (const auto& [address, numel, dtype] : gradients) {
+    checked(dtype, 3, "dtype");
+    made.push_back({numel == 0 ? nullptr : at(address, kGradBytes[dtype], "address"), numel, GradDtype(dtype)});
+  }
+  return std::make_shared<SquaresTask>(pool, std::move(made));
+}
+
+std::vector<std::pair<double, int64_t>> sums_of(const SquaresTask& task) {
+  std::vector<std::pair<double, int64_t>> found;
+  for (const NormParts& parts : task.sums()) found.emplace_back(parts.sum, parts.nonfinite);
+  return found;
+}
+
 std::shared_ptr<Task> update_task(ThreadPool& pool, const std::vector<PartTuple>& parts,
                                   std::shared_ptr<GradientFactor> factor, std::shared_ptr<TransferTask> flush) {
   std::vector<UpdateTask::Part> made;
@@ -55,7 +74,9 @@ void bind_tasks(nb::module_& m) {
                              "The factor of a step for all gradients, which is known after the step's tasks were made.")
       .def(nb::new_([] { return std::make_shared<GradientFactor>(); }))
       .def("set", &GradientFactor::set);
+  nb::class_<SquaresTask, Task>(m, "SquaresTask", "Sums of squares of gradients.").def_prop_ro("sums", &sums_of);
   m.def("copy_task", &copy_task, "copies"_a, "bytes_per_second"_a);
+  m.def("squares_task", &squares_task, "pool"_a, "gradients"_a, nb::keep_alive<0, 1>());
   m.def("update_task", &update_task, "pool"_a, "parts"_a, "factor"_a, "flush"_a.none(), nb::keep_alive<0, 1>());
 }
 

@@ -31,6 +31,14 @@ TaskResult CopyTask::run(const std::function<void()>&) {
   return {start, monotonic_seconds()};
 }
 
+TaskResult SquaresTask::run(const std::function<void()>&) {
+  const double start = monotonic_seconds();
+  std::vector<NormParts> sums;
+  for (const Part& part : parts_) sums.push_back(sum_of_squares(pool_, part.elements, part.numel, part.dtype));
+  sums_ = std::move(sums);
+  return {start, monotonic_seconds()};
+}
+
 TaskResult UpdateTask::run(const std::function<void()>&) {
   const double start = monotonic_seconds();
   const std::unique_ptr<BlockChecksums> checksums = flush_ ? flush_->begin_checksums() : nullptr;

@@ -49,6 +49,26 @@ class CopyTask : public Task {
   const double seconds_;
 };
 
+// Sums of squares of gradients, by the threads of a pool.
+class SquaresTask : public Task {
+ public:
+  struct Part {
+    const void* elements;
+    size_t numel;
+    GradDtype dtype;
+  };
+
+  SquaresTask(ThreadPool& pool, std::vector<Part> parts) : pool_(pool), parts_(std::move(parts)) {}
+  TaskResult run(const std::function<void()>& queued) override;
+  // One sum for each part, in their order; none before the task has ended.
+  const std::vector<NormParts>& sums() const { return sums_; }
+
+ private:
+  ThreadPool& pool_;
+  const std::vector<Part> parts_;
+  std::vector<NormParts> sums_;
+};
+
 // The factor of a step for all gradients. It is known only when the gradient norm is, after the step's tasks were made.
 class GradientFactor : public std::enable_shared_from_this<GradientFactor> {
  public:

@@ -148,8 +148,13 @@ def test_released_gradients_give_their_memory_back_before_the_step() -> None:
     with tidegate.AdamW(params, offload=offload) as optimizer:
         before = optimizer.device.in_use_bytes
         backward(params, random_grads(params, 0, some=False))
-        gradients = optimizer.engine.gradients
-        until(lambda: gradients._current == [None] * 3, "squares and copies of all three")
+        gradients, routing = optimizer.engine.gradients, optimizer.engine.routing
+
+        def released() -> list[Any]:
+            routing.release_read()
+            return gradients._current
+
+        until(lambda: released() == [None] * 3, "squares and copies of all three")
         until(lambda: optimizer.device.in_use_bytes == before, "the memory of the last one")
         optimizer.step()
         assert [p.grad for p in params] == [None] * 3
