@@ -407,8 +407,8 @@ DISPATCH: Final = Claim(
     ),
     notes=(
         "Ops are tasks, which lanes run without the interpreter: updates on the CPU, transfers from and to files, and "
-        "copies of the emulated device. Ops *in Python* are the others: copies of gradients, the gradient norm, and "
-        "everything on a GPU.",
+        "copies of the emulated device. Ops *in Python* are the others: copies of kept gradients before the step, the "
+        "gradient norm, and everything on a GPU.",
         "With two cores, the loop has a core of its own only while the lanes need no more than the other one.",
     ),
 )
