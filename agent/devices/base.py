@@ -43,11 +43,15 @@ class UpdateRun(Update):
         self.implementation.update(pool, self)
 
 
-class Event(Protocol):
-    """Handle of work that was enqueued on a lane."""
+class Waitable(Protocol):
+    """Something that a thread can wait for."""
 
     def wait(self) -> None:
         """Blocks the calling thread until the work is done."""
+
+
+class Event(Waitable, Protocol):
+    """Handle of work that was enqueued on a lane."""
 
     def span(self) -> tuple[float, float]:
         """Start and end of the work in seconds on the host's monotonic clock. May be called only after `wait`."""

@@ -71,8 +71,8 @@ class OpRunner(Protocol):
 
 
 class Executor:
-    """Runs one plan at a time on lane threads that exist until `close`. Threads must not call `start`, `step`, `finish`
-    and `cancel` at the same time."""
+    """Runs one plan at a time on lane threads that exist until `close`. Threads must not call `start`, `step`,
+    `collect`, `finish` and `cancel` at the same time."""
 
     def __init__(
         self,
@@ -231,7 +231,8 @@ class Executor:
         return execution.all_spans()
 
     def collect(self) -> None:
-        """Records which prepared ops have ended. Does nothing without a plan."""
+        """Records the ops that have ended so far, and calls `completed` of those that were prepared. Does nothing
+        without a plan."""
         if self._execution is not None:
             self._collect(self._execution)
 

@@ -14,6 +14,7 @@ from tidegate.agent.engine.op_runner import MemoryRunner
 from tidegate.agent.engine.plan_in_flight import gradient_reads
 from tidegate.agent.engine.prepared_gradients import GradientOpPreparer
 from tidegate.agent.gradients.gradients import Gradients
+from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan import Plan
 from tidegate.plan.ops import D2H, DEVICE
@@ -47,7 +48,8 @@ class GradientRouting:
         preparer: GradientOpPreparer,
     ) -> None:
         """`layouts`: the subgroups, in the engine's own list, so that subgroups which the engine adds later are
-        included. `early`: whether gradients are final when autograd has accumulated them."""
+        included. `early`: whether gradients are final when autograd has accumulated them. `preparer`: prepares the ops
+        that read gradients."""
         self._executor, self._runner, self._gradients, self._layouts = executor, runner, gradients, layouts
         self._source, self._early = source, early or gradients.mode == "release"
         self._preparer = preparer
@@ -83,17 +85,20 @@ class GradientRouting:
 
         Does nothing while `GradientSource.collectives` has objects: these give the reduced gradients to `reduced`.
         """
-        if not self._source.collectives:
+        if self._source.collectives:
+            return
+        with DelayInterrupt():  # an op is prepared once, and its end is recorded once
             self.release_read()
             ready = self._gradients.accumulated(param)
             if self._early:
                 self._open(ready)
 
     def release_read(self) -> None:
-        """In mode `release`, releases the gradients that tasks have read: a lane does not do so while it needs no
-        interpreter."""
-        if self._gradients.mode == "release":
-            self._executor.collect()
+        """Releases the gradients that tasks have read. A lane that runs a task cannot do this itself, because it does
+        not use the interpreter."""
+        if self._preparer.has_tasks and self._gradients.mode == "release":
+            with DelayInterrupt():
+                self._executor.collect()
 
     def reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Takes gradients that a collective has reduced over the ranks, with the numbers of their parameters, and
@@ -107,8 +112,8 @@ class GradientRouting:
         self._arrived.update(dict.fromkeys(subgroups))
         if not subgroups:
             return
-        if self._gradients.mode == "release":
-            self._executor.prepare(self._preparer.arrived(subgroups))
+        if self._gradients.mode == "release" and (prepared := self._preparer.arrived(subgroups)):
+            self._executor.prepare(prepared)
         self._executor.gradient_ready(subgroups)
 
     def wait_for_memory(self) -> None:
@@ -134,7 +139,8 @@ class GradientRouting:
     def prepare_copies(self) -> None:
         """Prepares the copies of gradients that have not begun. To be called in `step()`, when gradients do not change
         any more."""
-        self._executor.prepare(self._preparer.in_step({op.id for op in self._executor.done_early()}))
+        if copies := self._preparer.in_step(self._executor.done_early):
+            self._executor.prepare(copies)
 
     def end_step(self) -> None:
         """Ends the step. In the next step, gradients are expected in the same order, and each gradient as many times as

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun
+from tidegate.agent.devices.base import Copy, Device, DoneEvent, Event, UpdateRun, Waitable
 from tidegate.agent.engine.executor import StepSkipped
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.plan_execution import IssuedOp
@@ -68,13 +68,13 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SquareSums:
-    """Sums of squares and numbers of non-finite elements of gradients. When the event `ready` is done, `sums` has one
-    such pair for each parameter in `params`, in the same order. `read`: in gradient mode `keep`, the records of the
-    gradients that were summed; else None, because a released gradient does not change."""
+    """Sums of squares and numbers of non-finite elements of gradients. After `ready.wait()`, `sums` has one such pair
+    for each parameter in `params`, in the same order. `read`: in gradient mode `keep`, the records of the gradients
+    that were summed; else None, because a released gradient does not change."""
 
     params: Sequence[int]
     read: Sequence[GradientRecord | None]
-    ready: Event
+    ready: Waitable
     sums: list[tuple[float, int]]
 
 
@@ -107,16 +107,16 @@ class MemoryRunner:
         self.squares: list[SquareSums] = []
         """Sums of squares that GRAD_NORM ops have made before `step()`."""
         self.reading: dict[int, GradientsRead] = {}
-        """The records of the gradients that tasks read, by id of the op: their memory must stay until the task has
-        ended."""
+        """The records of the gradients that tasks read, by id of the op. They keep the memory of these gradients until
+        the task has ended."""
         self.factor = GradientFactor()
         """The factor for all gradients of the step in progress, for ops that were prepared before it was known."""
         self.outcome: StepOutcome | None = None
         """Inputs and outcome of the step in progress; None before `step()`."""
 
     def begin(self) -> None:
-        """Prepares for a new plan: deletes the records of copies and reads and the sums of squares of the last plan.
-        None of its ops may run any more."""
+        """Prepares for a new plan: deletes what is recorded about the last plan. To be called when none of its ops
+        runs."""
         if self._memory.store is not None:
             self._memory.store.begin_plan()
         self.copied.clear()

@@ -8,7 +8,7 @@ gradient may change until `step()`: copies that have not begun by then are prepa
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from tidegate.agent.devices.base import Device, DoneEvent
@@ -26,12 +26,16 @@ class GradientOpPreparer:
 
     def __init__(self, device: Device, memory: StateMemory, runner: MemoryRunner, gradients: Gradients) -> None:
         self._device, self._memory, self._runner, self._gradients = device, memory, runner, gradients
+        self.has_tasks = device.norms_task(lambda: ()) is not None
+        """Whether the device has tasks for such ops."""
         self._waiting: dict[int, list[Op]] = {}
         """The ops of the present plan that read gradients and are not prepared, by subgroup."""
 
     def begin_plan(self, plan: Plan) -> None:
         """Takes the ops of a new plan, before the plan is started."""
         self._waiting.clear()
+        if not self.has_tasks:
+            return
         for op in plan.of_kind(OpKind.GRAD_D2H, OpKind.GRAD_NORM):
             self._waiting.setdefault(op.subgroup, []).append(op)
 
@@ -40,12 +44,18 @@ class GradientOpPreparer:
         have arrived, before the ops can begin."""
         return self._prepared(op for subgroup in subgroups for op in self._waiting.pop(subgroup, ()))
 
-    def in_step(self, begun: Collection[int]) -> dict[int, PreparedOp]:
-        """The copies of gradients to the host that are not prepared yet, without those in `begun`, by id. To be called
-        in `step()`, when gradients do not change any more. Some of these copies may begin meanwhile."""
-        left = [op for ops in self._waiting.values() for op in ops]
+    def in_step(self, begun: Callable[[], Collection[Op]]) -> dict[int, PreparedOp]:
+        """The copies of gradients to the host that are not prepared yet, by id, without those that have begun. To be
+        called in `step()`, when gradients do not change any more. Some of these copies may begin meanwhile.
+
+        begun: returns the copies that have begun; it is called only if copies are left.
+        """
+        left = [op for ops in self._waiting.values() for op in ops if op.kind is OpKind.GRAD_D2H]
         self._waiting.clear()
-        return self._prepared(op for op in left if op.kind is OpKind.GRAD_D2H and op.id not in begun)
+        if not left:
+            return {}
+        already = {op.id for op in begun()}
+        return self._prepared(op for op in left if op.id not in already)
 
     def _prepared(self, ops: Iterable[Op]) -> dict[int, PreparedOp]:
         found = ((op.id, self._copy(op) if op.kind is OpKind.GRAD_D2H else self._squares(op)) for op in ops)
@@ -66,14 +76,15 @@ class GradientOpPreparer:
         task = self._device.norms_task(lambda: [grad_ref_of(arrived) for _, arrived in begun_here])
         if task is None:
             return None
-        ready = _EndOfSums(task)
+        ready = _TaskSums(task)
         params = [param for param, _ in begun_here]
         self._runner.squares.append(SquareSums(params, [None] * len(params), ready, ready.sums))
         numel = sum(arrived.dense.numel() for _, arrived in begun_here)
         return PreparedOp(task, numel=numel, completed=self._reads(op, taken))
 
-    def _reads(self, op: Op, taken: GradientsRead) -> partial[None]:
-        """Keeps these gradients until the task of `op` has read them. Returns what is to be called then."""
+    def _reads(self, op: Op, taken: GradientsRead) -> Callable[[], None]:
+        """Keeps these gradients in memory while the task of `op` reads them. Returns the function to call when the
+        task has ended."""
         self._runner.reading[op.id] = taken
         return partial(self._was_read, op)
 
@@ -82,8 +93,9 @@ class GradientOpPreparer:
         self._gradients.was_read(self._memory.layouts[op.subgroup], taken, op.lane, DoneEvent(now, now))
 
 
-class _EndOfSums:
-    """The end of a task that sums squares, as an event: `wait` is called when the task has ended, and fills `sums`."""
+class _TaskSums:
+    """The sums of a task, as `SquareSums` needs them. `wait` only copies them to `sums`: the op NORM, which calls it,
+    begins after the task has ended."""
 
     def __init__(self, task: SquaresTask) -> None:
         self._task = task
@@ -91,6 +103,3 @@ class _EndOfSums:
 
     def wait(self) -> None:
         self.sums[:] = self._task.sums
-
-    def span(self) -> tuple[float, float]:
-        raise NotImplementedError("the lane records the span of its task")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from tidegate.agent.devices.emulated import EmulatedDevice
 from tidegate.agent.engine.gradient_routing import GradientRouting
 from tidegate.agent.engine.op_runner import MemoryRunner
 from tidegate.agent.engine.plan_execution import IssuedOp
+from tidegate.agent.engine.prepared_gradients import GradientOpPreparer
+from tidegate.agent.gradients.gradients import Gradients
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.kernels import GradDtype, ThreadPool, sum_of_squares
@@ -89,6 +92,46 @@ def test_a_gradient_stays_in_memory_until_its_tasks_have_read_it() -> None:
         engine._executor.wait_until_ready_ops_issued((D2H, DEVICE))
         engine.drop_plan(dropping=True)
         assert optimizer.device.in_use_bytes == before
+
+
+@pytest.mark.parametrize("where", ["prepared", "recorded"])
+def test_ctrl_c_while_a_released_gradient_arrives_comes_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops that were prepared before it are recorded once, and training goes on."""
+    owner, name = (GradientOpPreparer, "_copy") if where == "prepared" else (Gradients, "was_read")
+    work, once = getattr(owner, name), [signal.SIGINT]
+
+    def interrupted(*given: Any) -> Any:
+        if once:
+            signal.raise_signal(once.pop())
+        return work(*given)
+
+    params = params_of((5000,), (5000,), (5000,))
+    offload = tidegate.Offload(stride="off", subgroup_numel=1000, emulated=FAST, gradients="release")
+    with tidegate.AdamW(params, offload=offload) as optimizer:
+        before = optimizer.device.in_use_bytes
+        monkeypatch.setattr(owner, name, interrupted)
+
+        def arrive() -> None:
+            backward(params, random_grads(params, 0, some=False))
+            optimizer.engine._executor.wait_until_ready_ops_issued((D2H, DEVICE))
+            optimizer.engine.routing.release_read()
+
+        with pytest.raises(KeyboardInterrupt):
+            arrive()
+        optimizer.zero_grad()
+        assert optimizer.device.in_use_bytes == before
+        for step in range(3):
+            backward(params, random_grads(params, step, some=False))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [param.detach().clone() for param in params]
+    plain = params_of((5000,), (5000,), (5000,))
+    with tidegate.AdamW(plain, offload=offload) as optimizer:
+        for step in range(3):
+            backward(plain, random_grads(plain, step, some=False))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(weights, plain, strict=True))
 
 
 def test_a_gradient_that_is_not_on_the_device_gets_no_task() -> None:
