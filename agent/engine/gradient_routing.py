@@ -14,7 +14,6 @@ from tidegate.agent.engine.op_runner import MemoryRunner
 from tidegate.agent.engine.plan_in_flight import gradient_reads
 from tidegate.agent.engine.prepared_gradients import GradientOpPreparer
 from tidegate.agent.gradients.gradients import Gradients
-from tidegate.agent.interrupts import DelayInterrupt
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.plan import Plan
 from tidegate.plan.ops import D2H, DEVICE
@@ -85,9 +84,7 @@ class GradientRouting:
 
         Does nothing while `GradientSource.collectives` has objects: these give the reduced gradients to `reduced`.
         """
-        if self._source.collectives:
-            return
-        with DelayInterrupt():  # an op is prepared once, and its end is recorded once
+        if not self._source.collectives:
             self.release_read()
             ready = self._gradients.accumulated(param)
             if self._early:
@@ -97,8 +94,7 @@ class GradientRouting:
         """Releases the gradients that tasks have read. A lane that runs a task cannot do this itself, because it does
         not use the interpreter."""
         if self._preparer.has_tasks and self._gradients.mode == "release":
-            with DelayInterrupt():
-                self._executor.collect()
+            self._executor.collect()
 
     def reduced(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Takes gradients that a collective has reduced over the ranks, with the numbers of their parameters, and

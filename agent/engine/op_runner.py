@@ -104,8 +104,9 @@ class MemoryRunner:
         self.copied: dict[int, GradientsRead | None] = {}
         """In gradient mode `keep`: the records of the gradients that were copied to the host, by subgroup. None while a
         copy is about to read them."""
-        self.squares: list[SquareSums] = []
-        """Sums of squares that GRAD_NORM ops have made before `step()`."""
+        self.squares: dict[int, SquareSums] = {}
+        """Sums of squares that GRAD_NORM ops make before `step()`, by id of the op. If an op was prepared, but its lane
+        did not get the task, the op is run here and replaces the sums of the task."""
         self.reading: dict[int, GradientsRead] = {}
         """The records of the gradients that tasks read, by id of the op. They keep the memory of these gradients until
         the task has ended."""
@@ -236,7 +237,7 @@ class MemoryRunner:
         references = [grad_ref_of(arrived) for _, arrived in begun_here]
         event, sums = self._device.norms(references)
         read = [arrived if self._gradients.mode == "keep" else None for _, arrived in begun_here]
-        self.squares.append(SquareSums([param for param, _ in begun_here], read, event, sums))
+        self.squares[op.id] = SquareSums([param for param, _ in begun_here], read, event, sums)
         self._gradients.was_read(layout, taken, op.lane, event)
         return IssuedOp(event, 0, sum(reference.numel for reference in references))
 
@@ -251,16 +252,16 @@ class MemoryRunner:
         inputs = outcome.inputs
         early = {
             param
-            for squares in self.squares
+            for squares in self.squares.values()
             for param, read in zip(squares.params, squares.read, strict=True)
             if read is None or read is self._gradients.record(param)
         }
-        outcome.sums_outdated = 2 * len(early) < sum(len(squares.params) for squares in self.squares)
+        outcome.sums_outdated = 2 * len(early) < sum(len(squares.params) for squares in self.squares.values())
         late = [i for i, has in enumerate(outcome.has_grad) if has and i not in early]
         present = [self._gradients.reference(i) for i in late]
         event, sums = self._device.norms(present)
         known: dict[int, tuple[float, int]] = {}
-        for summed in (*self.squares, SquareSums(late, (), event, sums)):
+        for summed in (*self.squares.values(), SquareSums(late, (), event, sums)):
             summed.ready.wait()  # one read from the device for all parameters of this sum
             known.update(zip(summed.params, summed.sums, strict=True))
         all_known_at = time.monotonic()

@@ -78,7 +78,7 @@ class GradientOpPreparer:
             return None
         ready = _TaskSums(task)
         params = [param for param, _ in begun_here]
-        self._runner.squares.append(SquareSums(params, [None] * len(params), ready, ready.sums))
+        self._runner.squares[op.id] = SquareSums(params, [None] * len(params), ready, ready.sums)
         numel = sum(arrived.dense.numel() for _, arrived in begun_here)
         return PreparedOp(task, numel=numel, completed=self._reads(op, taken))
 
@@ -89,7 +89,11 @@ class GradientOpPreparer:
         return partial(self._was_read, op)
 
     def _was_read(self, op: Op) -> None:
-        taken, now = self._runner.reading.pop(op.id), time.monotonic()
+        """Records that the task of `op` has read its gradients. Does nothing if that was recorded before: a signal
+        handler that raises may have cut the first call short, and gradients then stay until the plan ends."""
+        taken, now = self._runner.reading.pop(op.id, None), time.monotonic()
+        if taken is None:
+            return
         self._gradients.was_read(self._memory.layouts[op.subgroup], taken, op.lane, DoneEvent(now, now))
 
 

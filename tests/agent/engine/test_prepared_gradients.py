@@ -95,8 +95,7 @@ def test_a_gradient_stays_in_memory_until_its_tasks_have_read_it() -> None:
 
 
 @pytest.mark.parametrize("where", ["prepared", "recorded"])
-def test_ctrl_c_while_a_released_gradient_arrives_comes_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ops that were prepared before it are recorded once, and training goes on."""
+def test_training_goes_on_after_ctrl_c_in_the_hook_of_a_gradient(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name = (GradientOpPreparer, "_copy") if where == "prepared" else (Gradients, "was_read")
     work, once = getattr(owner, name), [signal.SIGINT]
 
