@@ -39,7 +39,8 @@ from storage.side import Model, Side
 
 from tidegate.plan.slot_sizes import WEIGHT_SLOTS
 
-WARM_UP = 2
+WARM_UP = 4
+"""Rounds before the first measured one. Tidegate defers flushes only after some steps."""
 LEAST_ROUNDS = 3
 IO_THREADS, HOST_SLOTS = 4, 3
 BLOCK_BYTES = 1 << 20

@@ -3,8 +3,9 @@
 DeepSpeed is ZeRO-3 with `offload_optimizer: nvme`, pipelined in both directions, on its CPU accelerator. Tidegate and
 DeepSpeed train the same fp32 model, each in its own process, on the same disk, past the page cache, with buffers in
 huge pages; a third process trains it with Tidegate in bf16 with remainders. Rounds are interleaved. Each round also
-runs fio and Tidegate's native direct I/O alone, with as many reads as writes, and with the same block size and queue
-depth, because disks of virtual machines are throttled in bursts.
+runs fio and Tidegate's native direct I/O alone, with the block size, the queue depth and the share of reads of
+Tidegate's update, because disks of virtual machines are throttled in bursts. An update reads more than it writes: its
+last flushes go on beside the next forward. So each round runs two iterations of a training, and measures the second.
 
 Every process has weights and gradients in host memory. With a GPU they would be in its memory; here the device is
 emulated, so that the results say nothing about a GPU. The memory budget (`budget`) is for staging buffers and cache:
@@ -21,7 +22,9 @@ DeepSpeed's process used during its first steps.
   `without_checksums_share_of_fio`: the same without checksums. Then no CPU core touches the transferred data, as in
   fio. An update has to read and write all of it.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
-  busy times; `overlap_of_pairs`: the same for two of them.
+  busy times; `overlap_of_pairs`: the same for two of them. Flushes that are deferred overlap with neither.
+* `overlap_behind_simulated`: how much lower `overlap` is than that of the simulator, for the same plan and the same
+  time of each op. In the simulator, a lane begins an op in the moment in which it can.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ from storage.side import Model, Side
 
 from tidegate.plan.slot_sizes import WEIGHT_SLOTS
 
-WARM_UP = 2
+WARM_UP = 4
+"""Rounds before the first measured one. Tidegate defers flushes only after some steps."""
 LIMIT_BY_PEAK = 1.05
 """Memory limit of every process, as a multiple of the highest use of DeepSpeed's process during the warm-up."""
 IO_THREADS = 4
@@ -149,10 +153,10 @@ def start_sides(
     return sides, note
 
 
-def yardsticks(folder: Path, options: argparse.Namespace) -> dict[str, Callable[[], float]]:
+def yardsticks(folder: Path, options: argparse.Namespace, read_share: float) -> dict[str, Callable[[], float]]:
     """Functions that measure a throughput in bytes per second, by name: of `io_layer`, of the same
     `without_checksums`, and of `fio` if it is there."""
-    mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS)
+    mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS, read_share=read_share)
     state_bytes = options.width**2 // options.subgroups * STATE_BYTES["float32"]
     alone = partial(io_layer.rate, folder / "io_layer", mix, state_bytes)
     found: dict[str, Callable[[], float]] = {
@@ -165,14 +169,13 @@ def yardsticks(folder: Path, options: argparse.Namespace) -> dict[str, Callable[
 
 
 def interleaved(
-    sides: dict[str, Side], rates: dict[str, Callable[[], float]], groups: Groups, options: argparse.Namespace
+    sides: dict[str, Side], folder: Path, groups: Groups, options: argparse.Namespace
 ) -> tuple[Rounds, dict[str, Any]]:
-    """Results of every side and of every yardstick (`rates`). Each round runs one step of each side, and each
-    yardstick, in random order, until rounds or seconds are used up. Also returns the figures of `groups`."""
-    for side in sides.values():
-        for _ in range(WARM_UP):
-            side.step()
+    """Results of every side and of every yardstick, whose files are in `folder`. Each round runs one step of each side,
+    and each yardstick, in random order, until rounds or seconds are used up. Also returns the figures of `groups`."""
+    warm = {name: [side.step() for _ in range(WARM_UP)][-1] for name, side in sides.items()}
     groups.bound()
+    rates = yardsticks(folder, options, round(warm["tidegate"]["read_share_in_step"], 2))
     found: Rounds = {name: [] for name in (*sides, *rates)}
     for rate in rates.values():
         rate()
@@ -204,6 +207,7 @@ def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
     spreads: dict[str, Any] = {
         **{key: spread(of(ours, key)) for key in ("backward", "update", "backward_and_update", "iteration")},
         "overlap": spread(of(ours, "overlap")),
+        "overlap_behind_simulated": spread([one["simulated_overlap"] - one["overlap"] for one in ours]),
     }
     in_step = ratios(of(ours, "bytes_in_step"), of(ours, "seconds_in_step"))
     spreads["share_of_io_layer"] = spread(ratios(in_step, of(rounds["io_layer"], "rate")))
@@ -215,8 +219,10 @@ def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
     return {
         "bytes_per_param_read": round(statistics.median(of(ours, "read_bytes")) / numel, 3),
         "bytes_per_param_written": round(statistics.median(of(ours, "written_bytes")) / numel, 3),
+        "read_share": round(statistics.median(of(ours, "read_share_in_step")), 3),
         "bytes_per_param_of_state_moved": round(statistics.median(of(ours, "state_bytes")) / numel, 3),
         "overlap": spreads["overlap"]["median"],
+        "overlap_behind_simulated": spreads["overlap_behind_simulated"]["median"],
         "overlap_of_pairs": medians(ours, "overlap_of_pairs"),
         "share_of_io_layer": spreads["share_of_io_layer"]["median"],
         "share_of_disk_bandwidth": spreads.get("share_of_disk_bandwidth", {}).get("median"),
@@ -283,7 +289,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         groups = Groups(stack)
         sides, note = start_sides(stack, folder, groups, options)
-        rounds, enforced = interleaved(sides, yardsticks(folder, options), groups, options)
+        rounds, enforced = interleaved(sides, folder, groups, options)
     measured = result(rounds, options)
     return {
         **measured,

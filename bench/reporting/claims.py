@@ -158,7 +158,11 @@ TIERED_UPDATE: Final = Claim(
         ),
         Figure("our own direct I/O's throughput, divided by fio's", "spread.io_layer_share_of_fio", THOUSANDTHS),
         Figure("the same without checksums", "spread.without_checksums_share_of_fio", THOUSANDTHS),
-        Figure("overlap of fetch, update and flush", "spread.overlap", goal=Bound("at least", 0.8)),
+        Figure("overlap of fetch, update and flush", "spread.overlap"),
+        Figure(
+            "how much lower it is than in the simulator", "spread.overlap_behind_simulated",
+            goal=Bound("at most", 0.02),
+        ),
         Figure(
             "bf16: disk throughput, divided by fio's", "bf16.spread.share_of_disk_bandwidth", THOUSANDTHS,
             goal=Bound("at least", 0.9),
@@ -175,12 +179,16 @@ TIERED_UPDATE: Final = Claim(
         "quarters and 2.53 with eighths of a layer, because smaller slots leave more memory to the cache (2.41 with "
         "quarters and 2.47 with eighths in an earlier run, which had four and six host slots instead of three; 2.22, "
         "2.27 and 2.33 before that, when cached subgroups had mirrors of their weights, too). That is the ratio if "
-        "both run at the speed of the disk. It can be higher only where DeepSpeed does not reach this speed.",
+        "both run at the speed of the disk. It can be higher where DeepSpeed does not reach this speed, and because "
+        "Tidegate's last flushes go on beside the next forward.",
+        "In runs with a figure for the simulator, each round makes two iterations and measures the second. fio and our "
+        "direct I/O have the share of reads of Tidegate's update; before, they read as much as they wrote, and no "
+        "flush was deferred. A deferred flush overlaps with no update, so that the overlap is lower.",
         "In fio, no CPU core touches the transferred data. An update reads and writes all of it, and is not expected "
         "to be faster. Our direct I/O alone reached 0.81 to 0.97 of fio, whatever the size of subgroups; without "
         "checksums, so that no CPU core touches the data either, 0.83 to 1.05.",
-        "Results on this virtual machine differ from run to run: in the three newest runs with halves of a layer, "
-        "Tidegate was 2.54, 2.40 and 1.93 times as fast. Its backward took 0.18 s, 0.16 s and 0.28 s in them.",
+        "Results on this virtual machine differ from run to run. Before flushes were deferred, Tidegate was 2.54, 2.40 "
+        "and 1.93 times as fast in three runs with halves of a layer. Its backward took 0.18 s, 0.16 s and 0.28 s.",
         "The first two runs had no limit on the memory of a process.",
     ),
 )  # fmt: skip
@@ -201,7 +209,11 @@ ITERATION: Final = Claim(
     ),
     plot_caption="how many times as fast as DeepSpeed an iteration was in each committed run",
     kind=_subgroups,
-    notes=("Both sum the squares of gradients as they arrive. In older runs Tidegate did so in its update.",),
+    notes=(
+        "Both sum the squares of gradients as they arrive. In older runs Tidegate did so in its update.",
+        "With storage, Tidegate's last flushes go on beside the next forward. So each round makes two iterations, and "
+        "measures the second: it has the flushes of the one before it. In older runs no flush was deferred.",
+    ),
 )  # fmt: skip
 
 MULTIPATH: Final = Claim(

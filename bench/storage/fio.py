@@ -16,10 +16,12 @@ virtual machines can be half as fast."""
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """An I/O load of as many reads as writes. depth: blocks in flight, reads and writes together."""
+    """An I/O load of reads and writes. depth: blocks in flight, reads and writes together. read_share: bytes that are
+    read, as a share of all."""
 
     block_bytes: int
     depth: int
+    read_share: float = 0.5
     file_bytes: int = 1 << 30
     seconds: float = 1.0
 
@@ -37,7 +39,8 @@ def rate(file: Path, mix: Mix, join: str | None = None) -> float:
     """
     if not file.exists():
         _fill(file, mix)
-    job = _run(file, mix, join, rw="rw", time_based=1, runtime=f"{mix.seconds * 1000:.0f}ms")
+    reads = round(100 * mix.read_share)
+    job = _run(file, mix, join, rw="rw", rwmixread=reads, time_based=1, runtime=f"{mix.seconds * 1000:.0f}ms")
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 

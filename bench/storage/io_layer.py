@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from itertools import cycle
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import numpy as np
 from storage.fio import Mix
 from tidegate.kernels import IoPool, IoTicket, aligned_buffer, crc32c, num_blocks, open_direct
 
-QUEUED = 3
-"""Transfers in progress or queued in each direction, each with memory of its own: as many as a path has host slots."""
+QUEUED = 6
+"""Transfers in progress or queued: as many of each direction as a path has host slots, if there are as many reads as
+writes."""
 
 
 def rate(file: Path, mix: Mix, transfer_bytes: int, with_checksums: bool = True) -> float:
-    """Bytes per second of reads and writes together, in as many transfers of each. Creates the file if it is missing.
-    Half of the blocks in flight are read and half are written, as by a storage path with half as many `threads`.
+    """Bytes per second of reads and writes together, in the shares of `mix`. Creates the file if it is missing. As many
+    blocks are in flight as on a storage path with half as many `threads`.
 
     transfer_bytes: size of one transfer, which the engine makes for one subgroup. with_checksums: whether the checksum
         of each block is made or verified.
@@ -29,6 +31,7 @@ def rate(file: Path, mix: Mix, transfer_bytes: int, with_checksums: bool = True)
     fd, direct = open_direct(file, write=True, create=True)
     if not direct:
         raise SystemExit(f"{file.parent} is on a file system without O_DIRECT: give another --directory")
+    # Each transfer in flight has memory of its own, even if all of them go in one direction.
     memory = aligned_buffer(2 * QUEUED * transfer_bytes).reshape(2, QUEUED, transfer_bytes)
     memory[:] = 1
     checksums = np.array(
@@ -40,6 +43,7 @@ def rate(file: Path, mix: Mix, transfer_bytes: int, with_checksums: bool = True)
     )
     found = np.empty((QUEUED, num_blocks(transfer_bytes, mix.block_bytes)), np.uint32)
     places = max(2 * QUEUED, mix.file_bytes // transfer_bytes) // 2
+    numbers = {True: count(), False: count()}
     with IoPool(mix.depth) as pool:
 
         def read(number: int) -> IoTicket:
@@ -58,16 +62,25 @@ def rate(file: Path, mix: Mix, transfer_bytes: int, with_checksums: bool = True)
                 done(write(number))
         tickets, in_flight = list[IoTicket](), deque[IoTicket]()
         stop = time.monotonic() + mix.seconds
-        for number, begin in enumerate(cycle((read, write))):
+        for reads in turns(mix.read_share):
             if time.monotonic() < stop:
-                in_flight.append(begin(number // 2))
-            if len(in_flight) == 2 * QUEUED or time.monotonic() >= stop:
+                in_flight.append((read if reads else write)(next(numbers[reads])))
+            if len(in_flight) == QUEUED or time.monotonic() >= stop:
                 if not in_flight:
                     break
                 tickets.append(done(in_flight.popleft()))
     os.close(fd)
     seconds = max(ticket.end for ticket in tickets) - min(ticket.start for ticket in tickets)
     return sum(ticket.nbytes for ticket in tickets) / seconds
+
+
+def turns(read_share: float) -> Iterator[bool]:
+    """Whether each transfer is a read: in even turns, with this share of reads."""
+    owed = 0.0
+    while True:
+        owed += read_share
+        yield owed >= 0.5
+        owed -= owed >= 0.5
 
 
 def done(ticket: IoTicket) -> IoTicket:

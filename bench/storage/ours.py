@@ -66,24 +66,46 @@ class Ours:
         from tidegate.plan.ops import OpKind
         from tidegate.timeline.stall_analysis import busy_seconds
 
+        self._optimizer.wait()
         spans = self._result.spans
         moved = [s for s in spans if s.kind in (OpKind.FETCH, OpKind.FLUSH) and s.nbytes]
         kinds = (OpKind.FETCH, OpKind.CPU_UPDATE, OpKind.FLUSH)
         groups = {kind.name.lower(): [s for s in spans if s.kind is kind] for kind in kinds}
         busy = {name: busy_seconds(group) for name, group in groups.items()}
+        fetched = [s for s in moved if s.kind is OpKind.FETCH]
+        in_step = bytes_between(moved, *self._window)
         pairs = {f"{one}+{other}": overlap(groups[one], groups[other]) for one, other in combinations(groups, 2)}
         return {
             "state_bytes": sum(s.nbytes for s in moved),
-            "bytes_in_step": bytes_between(moved, *self._window),
+            "bytes_in_step": in_step,
+            "read_share_in_step": bytes_between(fetched, *self._window) / max(1.0, in_step),
             "seconds_in_step": self._window[1] - self._window[0],
             "busy_seconds": busy,
             "overlap": overlap(*groups.values()),
+            "simulated_overlap": self._simulated_overlap(backward_began, kinds),
             "overlap_of_pairs": pairs,
             "operation_seconds": [s.seconds for s in moved],
             "split": self._optimizer.effective_knobs()["tier_split"],
             "speeds": {name: vars(speeds) for name, speeds in self._optimizer.engine.store.speeds.items()},
             "host_bytes": self._optimizer.engine.memory.host_bytes(),
         }
+
+    def _simulated_overlap(self, backward_began: float, kinds: tuple[Any, ...]) -> float:
+        """The overlap of the same plan in the simulator, where lanes hand over at once: each op takes as long as it
+        took, gradients arrive and `step()` is called when they did."""
+        from tidegate.plan.ops import GATE_OF
+        from tidegate.simulator.simulate import simulate
+        from tidegate.speeds.rate_card import RateCard
+
+        result = self._result
+        spans = result.spans[result.num_dropped :]
+        took = {span.op: span.seconds for span in spans}
+        arrived = {s.subgroup: s.start - backward_began for s in spans if GATE_OF.get(s.kind) == "gradient"}
+        simulated = simulate(
+            result.plan, RateCard(), step_at=self._window[0] - backward_began, gradient_ready=arrived,
+            durations=lambda op: took[op.id],
+        )  # fmt: skip
+        return overlap(*([s for s in simulated.spans if s.kind is kind] for kind in kinds))
 
     def close(self) -> None:
         self._optimizer.close()

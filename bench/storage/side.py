@@ -80,8 +80,8 @@ class Side:
         self._answer()
 
     def step(self) -> dict[str, Any]:
-        """Runs one iteration. Returns the seconds of its phases, the bytes that the process has read from and written
-        to disks, and the figures of `Training.told`."""
+        """Runs two iterations, one after the other, and measures the second. Returns the seconds of its phases, the
+        bytes that the process has read from and written to disks, and the figures of `Training.told`."""
         self._pipe.send("step")
         return self._answer()
 
@@ -131,6 +131,10 @@ def _serve(pipe: Connection, build: Build, join: str | None, settings: dict[str,
 
 
 def _iteration(training: Training) -> dict[str, Any]:
+    for phase in (training.forward, training.backward, training.update):
+        phase()
+    # A step may leave writes that go on beside the next forward. The iteration that is measured follows at once: it has
+    # those of the iteration before, and leaves its own.
     before, times = _disk_bytes(), [time.monotonic()]
     for phase in (training.forward, training.backward, training.update):
         phase()
