@@ -35,6 +35,7 @@ def rank_of(engine: Engine) -> Rank:
         early_gradients=engine.planner.early_gradients,
         gradient_order=engine.routing.order,
         step_at=engine.planner.step_at,
+        idle_seconds=engine.planner.idle_seconds,
         path_speeds=engine.planner.path_speeds,
         gradient_budget=engine.planner.budget.gradients if engine.gradients.mode == "release" else None,
     )

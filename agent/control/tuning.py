@@ -36,12 +36,11 @@ the present one."""
 
 def update_seconds(result: StepResult, phases: StepPhases) -> float | None:
     """Seconds from the call of `step()` to the end of the last op of the update, including ops that overlap with the
-    next forward. None for a skipped step."""
+    next forward, but without deferred flushes. None for a skipped step."""
     began = next((span.start for span in phases.spans if span.phase == "update"), None)
     if began is None or result.skipped:
         return None
-    ended = max((span.end for span in result.spans), default=began)
-    return max(ended, phases.spans[-1].start) - began
+    return max(result.update_end, phases.spans[-1].start) - began
 
 
 class Tuning:

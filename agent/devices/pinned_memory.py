@@ -184,12 +184,14 @@ class PinnedPool:
         close_all(*(block.unpin for block in released))
 
     def _new(self, size: int) -> PinnedBlock:
-        """Maps and pins a new block. Raises MemoryBudgetError if host memory does not suffice."""
-        available = host_available_bytes()
-        if size > available:
-            with self._lock:
+        """Maps and pins a new block. Raises MemoryBudgetError if host memory does not suffice. Free blocks of other
+        sizes are released if they are more than the memory in use: the pool pins at most twice as much as is used."""
+        with self._lock:
+            self._collect()
+            free = sum(nbytes * len(blocks) for nbytes, blocks in self._free.items())
+            if size > host_available_bytes() or free > self.mapped_bytes - free + size:
                 self._release_free()
-            available = host_available_bytes()
+        available = host_available_bytes()
         if size > available:
             raise MemoryBudgetError(
                 f"{size:,} bytes do not fit in host memory: {available:,} are available, {self.mapped_bytes:,} are in "

@@ -1,11 +1,16 @@
-"""Host buffers of subgroups. Buffers that one step releases are reused by the next step."""
+"""Host buffers of subgroups: one for each subgroup, reused from step to step, or one for the gradients of all."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Final
 
 import torch
+
+from tidegate.plan.deferral import in_order_of_ids
+from tidegate.plan.gradient_memory import GradientMemory
+from tidegate.plan.plan import Plan
 
 
 class HostBuffers(dict[int, torch.Tensor]):
@@ -53,3 +58,47 @@ class HostBuffers(dict[int, torch.Tensor]):
     def clear(self) -> None:
         super().clear()
         self.free_released()
+
+
+class GradientBuffer:
+    """One host buffer for the gradients of all subgroups, in which deferred slots take the memory of used gradients.
+    `new(nbytes)` allocates a buffer.
+
+    Its content is needed only while a plan is in flight, so that each plan may have another layout.
+    """
+
+    KINDS: Final = frozenset({"host_grad", "deferred_slot", "deferred_weight"})
+    """The kinds of places that are in this buffer (`BufferId`)."""
+
+    def __init__(self, new: Callable[[int], torch.Tensor]) -> None:
+        self._new = new
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._plan: Plan | None = None
+        self._layout = GradientMemory(())
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    def resize(self, nbytes: int) -> None:
+        """Allocates another buffer if the present one is too small, or more than twice as large: spilled gradients may
+        be others in each step, and the size must not follow each of them."""
+        if not nbytes <= self.nbytes <= 2 * nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the next one is allocated
+            if nbytes:
+                self._buffer = self._new(nbytes)
+
+    def lay_out(self, plan: Plan) -> None:
+        """Sets where gradients and deferred slots are during this plan, and resizes the buffer for them."""
+        if plan is not self._plan:
+            self._plan = plan
+            self._layout = plan.gradient_memory or in_order_of_ids(plan.subgroups, plan.placements)
+        self.resize(self._layout.nbytes)
+
+    def address(self, kind: str, number: int) -> int:
+        """The address of a gradient (`host_grad`), by id of its subgroup, or of a deferred slot, by its number."""
+        if kind == "host_grad":
+            offset = self._layout.offsets[number]
+        else:
+            offset = (self._layout.slots if kind == "deferred_slot" else self._layout.weight_slots)[number].offset
+        return self._buffer.data_ptr() + offset

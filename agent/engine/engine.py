@@ -1,7 +1,8 @@
 """The engine of an optimizer: makes the plan of each step, starts it, and finishes it.
 
 A plan starts with the first gradient of a step, or with `step()`. Before `step()` it only copies data and may be
-dropped. After `step()` it runs to its end; the caller waits for the end with `wait_for_update`, at once or later.
+dropped. After `step()` it runs to its end; the caller waits for the end with `wait_for_update`, at once or later, or
+with `wait_for_step` for all but the deferred flushes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tidegate.agent.engine.prepared_ops import OpPreparer
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.engine.step_planner import StepPlanner
 from tidegate.agent.engine.usability import Usability
-from tidegate.agent.engine.weight_edits import WeightEdits
+from tidegate.agent.engine.weight_edits import WeightEdits, refuse_edits
 from tidegate.agent.gradients.accumulation import HostSums
 from tidegate.agent.gradients.gradients import Gradients
 from tidegate.agent.interrupts import DelayInterrupt
@@ -35,7 +36,6 @@ from tidegate.agent.parameters.shards import GradientNorm, shard_of
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.ranks import Ranks, check_ranks_are_known
 from tidegate.agent.tiers.tier_store import TierStore
-from tidegate.errors import EngineError
 from tidegate.kernels import ThreadPool
 from tidegate.kernels.arithmetic.implementation import Implementation
 from tidegate.plan import Subgroup
@@ -45,8 +45,7 @@ from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import Span
 
 MAX_DROPPED_SPANS = 10_000
-"""Maximum number of spans of dropped plans that are kept for the result of the next step. It limits the memory use of
-loops that call backward again and again without `step()`."""
+"""Most spans of dropped plans in the result of a step: a script may call backward many times without `step()`."""
 
 
 class Engine:
@@ -106,11 +105,12 @@ class Engine:
         """Time at which the device had computed all gradients of the last `step()`, in seconds on the monotonic clock.
         None if the gradients were computed already when `step()` was called."""
         self._flight: PlanInFlight | None = None
+        self.last_outcome: StepOutcome | None = None
+        """Inputs and outcome of the last `step()`; None before the first one."""
         self._starting = threading.Lock()
         """Guards the start of a plan: under DDP, the threads of the collectives report gradients, too."""
         self.num_updates_begun = 0
-        """Number of updates that have begun, including the one in progress. If one of them cannot be completed, the
-        engine is no longer usable."""
+        """Number of updates that have begun. If one of them cannot be completed, the engine is no longer usable."""
         self._num_ranks = Ranks.current().count
         self.usability = Usability(self._executor)
 
@@ -162,6 +162,7 @@ class Engine:
             self._drop()  # a second Ctrl-C has cut short the start or the drop of that plan
         # In mode `keep` gradients can be copied again, so that the check for edits through `.data` may wait for step().
         self.weights.adapt_to_edits(by_data=self.gradients.mode == "release")
+        self.planner.idle_time.ended()
         effective = self.effective
         plan, room_bytes = self.planner.prepare(effective, self.routing.order)
         self._runner.begin()
@@ -174,8 +175,7 @@ class Engine:
     def stage(self) -> None:
         """Allocates device and host memory for the next plan, with the present knobs. Called before the hook of the
         first gradient starts the plan, because an allocation in that hook would be late: activations then fill most of
-        the device, and pinning host memory takes long. Does nothing while a plan is in flight: its memory is allocated
-        already."""
+        the device, and pinning host memory takes long. Does nothing while a plan is in flight."""
         if self._flight is None and not self._executor.busy:
             self.planner.stage(self.effective)
 
@@ -207,7 +207,8 @@ class Engine:
         flight = self._in_flight()
         with self._failing():
             self.num_updates_begun += 1
-            self._runner.outcome = flight.outcome = outcome = StepOutcome(inputs, self.gradients.present)
+            self.last_outcome = outcome = StepOutcome(inputs, self.gradients.present)
+            self._runner.outcome = flight.outcome = outcome
             if self.store is not None:
                 self.store.step += 1
             # All other writes of an update come after NORM, which this lane and the host wait for.
@@ -219,12 +220,12 @@ class Engine:
             for batch in batches:
                 self._executor.let_norm_run()
                 self._executor.prepare(batch)
-            goes_on = self._executor.wait_for_norm()
+            outcome.skipped = not self._executor.wait_for_norm()
             self.routing.release_read()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
             self.gradients_made_at = made_at if made_at > called else None
             self.planner.observe_step_delay(max(made_at, called) - flight.began)
-            flight.stepped = tuple(i for i, has in enumerate(outcome.has_grad) if has) if goes_on else ()
+            flight.stepped = () if outcome.skipped else tuple(i for i, has in enumerate(outcome.has_grad) if has)
             for index in flight.stepped:
                 torch.autograd.graph.increment_version(self.shards[index])
             self.weights.update_began()
@@ -232,9 +233,8 @@ class Engine:
         return flight.stepped
 
     def fail_uncounted_step(self, error: BaseException) -> None:
-        """Makes the engine unusable until a complete state is loaded. Called when the error `error` has interrupted the
-        caller of `step` after the update began, but before the optimizer counted the step: state and step counts may
-        then not match."""
+        """Makes the engine unusable until a complete state is loaded. To be called when `error` has interrupted a step
+        that has begun and is not counted: state and step counts may not match."""
         if self.usable:
             self._fail(error)
 
@@ -246,22 +246,30 @@ class Engine:
         """
         edited = self.weights.edited()
         if self.gradients.any_released:
-            if edited:
-                raise EngineError(
-                    f"Parameter {min(edited)} was edited between backward and step(), and its gradient is released "
-                    "already. Edit weights after step(), or use gradients='keep'."
-                )
+            refuse_edits(edited)
         elif edited or self._in_flight().effective != self.effective:
             self.drop_plan()
             self.weights.adapt_to_edits()
             self.start()
             self.gradients.refresh()
 
+    def wait_for_step(self) -> StepResult | None:
+        """Like `wait_for_update`, but does not wait for deferred flushes. If there are any, it returns None."""
+        flight = self._flight
+        if flight is None or not flight.returns_early or not self.running:
+            return self.wait_for_update()
+        with DelayInterrupt(), self._failing():
+            self._executor.wait_until_done(flight.plan.last_in_step)
+            flight.has_returned = True
+            self._end_step()
+        return None
+
     def wait_for_update(self) -> StepResult | None:
         """Waits for the end of the update that `step` began, and returns its result; None when there is no update."""
         if not self.running:
             return None
         flight = self._in_flight()
+        self.planner.idle_time.forget()
         with DelayInterrupt(), self._failing():
             spans, skipped = self._executor.finish()
             self._runner.outcome = None
@@ -272,8 +280,7 @@ class Engine:
             return flight.result(spans, skipped, dropped)
 
     def wait_for_weights(self, params: Iterable[int]) -> None:
-        """Makes the device wait for the update of these parameters before it runs work that the calling thread enqueues
-        after this call."""
+        """Makes the device wait for the update of these parameters before it runs work that is enqueued later."""
         if not self.running:
             return
         flight = self._in_flight()
@@ -293,11 +300,8 @@ class Engine:
         assert not self.running, "wait for the update first"
         if not self._executor.busy or not self.usability.is_in_own_process or self._executor.stuck:
             return
-        if self.gradients.any_released and not dropping:
-            raise EngineError(
-                "Gradients of this step have been released from .grad and are held only for the update in step(). Call "
-                "step() first, or drop them with zero_grad()."
-            )
+        if not dropping:
+            self.routing.require_none_released()
         with DelayInterrupt():
             self._drop()
 
@@ -338,14 +342,14 @@ class Engine:
             self._runner.outcome = None
 
     def _order_after_framework(self, *lanes: str) -> None:
-        """Makes later work of these lanes wait for the work on weights and gradients that the framework has
-        enqueued."""
+        """Makes later work of these lanes wait for the work that the framework has enqueued."""
         now = self.device.now()
         for lane in lanes:
             self.device.wait(lane, now)
 
     def _finish(self, flight: PlanInFlight, skipped: bool, spans: Sequence[Span]) -> None:
-        self.routing.end_step()
+        if not flight.has_returned:
+            self._end_step()
         self._runner.begin()
         if flight.outcome is not None:
             self.planner.observe_early_sums(outdated=flight.outcome.sums_outdated)
@@ -353,14 +357,17 @@ class Engine:
             self.memory.commit(flight.plan.placements)
             if self.residences is not None:
                 self.residences.observe(spans, self.memory.residence)
+
+    def _end_step(self) -> None:
+        self.routing.end_step()
         self.weights.update_ended()
+        self.planner.idle_time.began()
 
     # ---- state and weights from outside
 
     def weights_loaded(self) -> None:
-        """Prepares the engine for a state that will be loaded for the present weights: discards state on paths, sets
-        remainders to 0 and fp32 masters to the weights, marks the copies of weights in host memory (mirrors) as
-        outdated, and makes an engine that has failed usable again."""
+        """Prepares the engine for a state that will be loaded for the present weights: discards state on paths, resets
+        what belongs to the weights (see `WeightEdits.reset`), and makes an engine that has failed usable again."""
         if self.store is not None:
             self.memory.forget_stored()
             self.planner.place_new_subgroups(self.effective)
@@ -382,15 +389,11 @@ class Engine:
         self._flight = None
 
     def _close_memory(self) -> None:
-        close_store = [self.store.close] if self.store is not None else []
-        if self._executor.stuck:
-            # A lane still uses this memory, so that the executor keeps it for ever.
-            close_all(*close_store)
-        else:
-            close_all(self.memory.close, *close_store, self._pool.close, self.device.close)
+        # A lane that is stuck still uses all but the store, so that the executor keeps it for ever.
+        unused = self.memory, self.store, self._pool, self.device
+        close_all(*(one.close for one in ((self.store,) if self._executor.stuck else unused) if one is not None))
 
     @property
     def usable(self) -> bool:
-        """Whether steps and reads of the state are possible: the engine has not failed, is not closed, and belongs to
-        this process."""
+        """Whether steps and reads of the state are possible (see `Usability`)."""
         return self.usability.is_usable

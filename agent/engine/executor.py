@@ -189,6 +189,17 @@ class Executor:
         last_runs = {one[0]: one for one in self._lanes.issued_from()}
         return [execution.event_of(last_runs[place]) for place in wanted if place in last_runs]
 
+    def wait_until_done(self, ops: Collection[int]) -> None:
+        """Waits until the ops with these ids are done; to be called after `step`. Ops that were dropped count as done.
+        Raises the error of a lane that has failed, or LaneStuckError."""
+        execution, wanted = self._current(), self._current().places_of(ops)
+        while not self._lanes.wait(Until.ISSUED, wanted, COLLECT_SECONDS):
+            self._check_watchdog(execution)
+            with suppress(Exception):  # raised again by `finish`
+                self._collect(execution)
+        for event in self.wait_until_issued(ops):
+            event.wait()
+
     def wait_until_ready_ops_issued(self, lanes: Collection[str]) -> None:
         """Waits until these lanes have issued all ops whose dependencies and gates allow it now."""
         self._wait(Until.LANES_WAIT, [self._names.index(lane) for lane in lanes])

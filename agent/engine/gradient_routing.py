@@ -15,6 +15,7 @@ from tidegate.agent.engine.plan_in_flight import gradient_reads
 from tidegate.agent.engine.prepared_gradients import GradientOpPreparer
 from tidegate.agent.gradients.gradients import Gradients
 from tidegate.agent.parameters.subgroups import Layout
+from tidegate.errors import EngineError
 from tidegate.plan import Plan
 from tidegate.plan.ops import D2H, DEVICE
 
@@ -56,6 +57,14 @@ class GradientRouting:
         self._arrived: dict[int, None] = {}
         """Subgroups in the order in which their gradients arrived in this step (an ordered set): the next plan expects
         the same order."""
+
+    def require_none_released(self) -> None:
+        """Raises EngineError if gradients are released already and exist only in the plan."""
+        if self._gradients.any_released:
+            raise EngineError(
+                "Gradients of this step have been released from .grad and are held only for the update in step(). Call "
+                "step() first, or drop them with zero_grad()."
+            )
 
     @property
     def order(self) -> tuple[int, ...] | None:

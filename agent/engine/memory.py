@@ -12,13 +12,14 @@ import torch
 
 from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.devices.base import Copy, Device
-from tidegate.agent.engine.buffers import HostBuffers
+from tidegate.agent.engine.buffers import GradientBuffer, HostBuffers
 from tidegate.agent.engine.state_block import state_arrays, state_buffer_bytes
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import WeightFormat
-from tidegate.plan import Placement
+from tidegate.plan import Placement, Plan
+from tidegate.plan.deferral import in_order_of_ids
 from tidegate.plan.ops import D2H, H2D, BufferId, Processor, Residence, is_path
 from tidegate.plan.slot_sizes import WEIGHT_SLOTS, device_slot_bytes, host_slot_bytes, weight_slot_bytes
 
@@ -54,6 +55,11 @@ class StateMemory:
         self.mirror_valid: list[bool] = []
         self._state, self._mirror, self._gradient = (HostBuffers(device.host_buffer) for _ in range(3))
         self._host_buffers = {"host_state": self._state, "host_weight": self._mirror, "host_grad": self._gradient}
+        self._all_gradients: GradientBuffer | None = None
+        """With storage paths in gradient mode `release`: the gradients of all subgroups. `_gradient` is then empty."""
+        if store is not None and slot_gradients:
+            self._all_gradients = GradientBuffer(device.host_buffer)
+            del self._host_buffers["host_grad"]
         self._resident: dict[int, int] = {}
         self._allocated_ahead: set[int] = set()
         """Subgroups for whose state `stage` has allocated device memory that no plan uses yet."""
@@ -109,6 +115,8 @@ class StateMemory:
         """The address of a buffer in host memory. `place`: kind of the buffer, and number of its subgroup or host slot,
         as in `Op.host_state`, `Op.host_weight` and `Op.host_grad`."""
         kind, number = place
+        if self._all_gradients is not None and kind in GradientBuffer.KINDS:
+            return self._all_gradients.address(kind, number)
         buffers = self._host_buffers.get(kind)
         if buffers is not None:
             return buffers[number].data_ptr()
@@ -150,14 +158,20 @@ class StateMemory:
         """Allocates memory of the next step: weight mirrors, gradient buffers on the host, staging slots, residents
         and, in a run without storage paths, host buffers for state. Frees residents that were allocated for a plan that
         is no longer wanted."""
+        self._stage(placements)
+        if self._all_gradients is not None:
+            sizes = [layout.subgroup() for layout in self.layouts]
+            self._all_gradients.resize(in_order_of_ids(sizes, placements).nbytes)
+
+    def _stage(self, placements: Sequence[Placement]) -> None:
         for s in [s for s in self._allocated_ahead if placements[s].after != "device"]:
             self._allocated_ahead.discard(s)
             self.device.free(self._resident.pop(s))
         for layout, placed in zip(self.layouts, placements, strict=True):
-            s, on_cpu = layout.id, placed.processor == "cpu"
+            s = layout.id
             if placed.leaves_mirror and s not in self._mirror:
                 self._mirror.allocate(s, layout.numel * layout.format.weight_bytes)
-            if (on_cpu or placed.spilled) and not placed.grad_in_slot and s not in self._gradient:
+            if self._all_gradients is None and placed.has_gradient_buffer and s not in self._gradient:
                 self._gradient.allocate(s, layout.numel * layout.format.grad_bytes)
             while placed.is_staged and len(self.slots) < self._num_slots:
                 self.slots.append(self.device.alloc(sum(self._device_slot_bytes)))
@@ -171,10 +185,13 @@ class StateMemory:
             if self.store is None and placed.after == "host" and s not in self._state:
                 self._state.allocate(s, state_buffer_bytes(layout))
 
-    def prepare(self, placements: Sequence[Placement]) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Allocates all memory of a step: the memory that `stage` allocates, and host buffers for state. Reserves space
         on paths for the state that will be stored there."""
-        self.stage(placements)
+        placements = plan.placements
+        self._stage(placements)
+        if self._all_gradients is not None:
+            self._all_gradients.lay_out(plan)
         self._allocated_ahead.clear()
         for layout, placed in zip(self.layouts, placements, strict=True):
             s = layout.id
@@ -200,7 +217,7 @@ class StateMemory:
             self.mirror_valid[s] = placed.leaves_mirror
             if not self.mirror_valid[s]:
                 self._mirror.release(s)
-            if placed.grad_in_slot or (placed.processor == "device" and not placed.spilled):
+            if not placed.has_gradient_buffer:
                 self._gradient.release(s)
 
     def _actual_residence(self, subgroup: int, planned: Residence) -> Residence:
@@ -335,6 +352,8 @@ class StateMemory:
         """Bytes of allocated host memory by kind: `state`, `mirror` (of weights), `gradient` and, if there are paths,
         `slot` (staging slots and weight slots)."""
         by_kind = {kind: buffers.nbytes for kind, buffers in self._kinds.items()}
+        if self._all_gradients is not None:
+            by_kind["gradient"] = self._all_gradients.nbytes
         if self.store is not None:
             by_kind["slot"] = sum(slot.numel() for slot in (*self.host_slots, *self.weight_slots))
         return by_kind
@@ -349,5 +368,7 @@ class StateMemory:
         self._free_slots()
         self.host_slots.clear()
         self.weight_slots.clear()
+        if self._all_gradients is not None:
+            self._all_gradients.resize(0)
         for buffers in self._kinds.values():
             buffers.clear()

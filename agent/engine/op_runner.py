@@ -55,7 +55,7 @@ class StepOutcome:
     has_grad: whether each parameter has a gradient. grad_norm: norm of all gradients, after multiplication with
     `inputs.unscale`. grad_scale: the factor for all gradients. bad_params: if the step is skipped, parameters whose
     gradients are not finite on this rank. sums_outdated: whether most of the gradients whose squares were summed before
-    `step()` have changed since.
+    `step()` have changed since. skipped: whether the step is skipped; known when `step()` has returned.
     """
 
     inputs: StepInputs
@@ -64,6 +64,7 @@ class StepOutcome:
     grad_scale: float = 1.0
     bad_params: tuple[int, ...] = ()
     sums_outdated: bool = False
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,13 @@ class PlanInFlight:
     stepped: tuple[int, ...] | None = None
     """Numbers of the parameters that this step updates: none if the step is skipped. None until the gradient norm is
     known."""
+    has_returned: bool = False
+    """Whether only deferred flushes are left, and `step()` returns before they are done."""
+
+    @property
+    def returns_early(self) -> bool:
+        """Whether `step()` returns before the end of the plan, because flushes are deferred."""
+        return bool(self.stepped and self.plan.deferred_flushes)
 
     def weight_writes(self, subgroups: Container[int]) -> list[int]:
         """Ids of the ops that write the weights of these subgroups on the device."""

@@ -1,8 +1,13 @@
-"""Smoothed inputs of the planner: the time from the start of a plan to `step()`, and the speeds of storage paths."""
+"""Smoothed inputs of the planner: the time from the start of a plan to `step()`, the time for which storage paths are
+idle after it, and their speeds."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Final
 
 from tidegate.plan.path_times import rounded_step_delay
@@ -27,6 +32,52 @@ class StepDelay:
         """Updates the estimate: `step()` was called `seconds` after the start of its plan."""
         if not self.step_at <= seconds < 4 * self.step_at:
             self.step_at = rounded_step_delay(seconds)
+
+
+class IdleTime:
+    """Estimate of the time from the end of `step()` to the next gradient, in which storage paths are idle.
+
+    The estimate is the median of the last steps, rounded down to a power of the fourth root of two. It is replaced only
+    when the median differs clearly, because each new estimate needs a new plan.
+    """
+
+    STEPS: Final = 5
+    """Number of steps in the median. There is no estimate before so many steps."""
+    LEAST_SECONDS: Final = 0.002
+    """Shorter times count as none."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """The estimate in seconds."""
+        self._measured: deque[float] = deque(maxlen=self.STEPS)
+        self._since: float | None = None
+
+    def began(self) -> None:
+        """To be called at the end of a step, when only deferred flushes are left."""
+        self._since = time.monotonic()
+
+    def ended(self) -> None:
+        """To be called when the next gradient has arrived, or the next plan begins. Only the first call after `began`
+        has an effect."""
+        if self._since is not None:
+            self.observe(time.monotonic() - self._since)
+            self._since = None
+
+    def forget(self) -> None:
+        """To be called when something else waits for the deferred flushes, as a checkpoint does: this step shows
+        nothing."""
+        self._since = None
+
+    def observe(self, seconds: float) -> None:
+        """Updates the estimate: the paths were idle for `seconds`."""
+        self._measured.append(seconds)
+        if len(self._measured) < self.STEPS:
+            return
+        typical = median(self._measured)
+        if typical < self.LEAST_SECONDS:
+            self.seconds = 0.0
+        elif not self.seconds <= typical < 1.5 * self.seconds:
+            self.seconds = 2.0 ** (math.floor(4 * math.log2(typical)) / 4)
 
 
 class StablePathSpeeds:

@@ -11,16 +11,17 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 from tidegate.agent.engine.engine_settings import EngineSettings
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.engine.memory_budget import MemoryBudget
-from tidegate.agent.engine.planning_inputs import StablePathSpeeds, StepDelay
+from tidegate.agent.engine.planning_inputs import IdleTime, StablePathSpeeds, StepDelay
 from tidegate.agent.engine.residency import Residences
 from tidegate.agent.parameters.subgroups import Layout
 from tidegate.errors import PathFull, PathUnusable
 from tidegate.plan import Placement, Plan, make_plan, verify
+from tidegate.plan.deferral import deferrable_bytes, with_deferred_flushes
 from tidegate.plan.effective_knobs import EffectiveKnobs
 from tidegate.plan.ops import Processor, Residence, is_path
 from tidegate.plan.path_times import PathOpTimes
 from tidegate.plan.residency import NextResidences, next_residences, norms_of, placement, spilled_gradients
-from tidegate.plan.tasks import StepOrder
+from tidegate.plan.tasks import StepOrder, in_order
 from tidegate.plan.tier_split import PathSpeeds
 
 MAX_PLANS = 16
@@ -50,6 +51,7 @@ class StepPlanner:
         """Whether gradients are final when autograd has accumulated them, so that their squares can be summed then."""
         self._outdated_steps = 0
         self._step_delay = StepDelay()
+        self.idle_time = IdleTime()
         self._path_speeds = StablePathSpeeds()
 
     def extend(self, layouts: Sequence[Layout]) -> None:
@@ -82,6 +84,14 @@ class StepPlanner:
         because only plans with ops on paths use this time."""
         if self._memory.store is not None:
             self._step_delay.observe(seconds)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Estimated seconds from the end of `step()` to the next plan. The planner defers flushes that fit into this
+        time; 0 where it defers none."""
+        settings, has_paths = self._settings, self._memory.store is not None
+        defers = has_paths and settings.gradients == "release" and settings.policy == "interleaved"
+        return self.idle_time.seconds if defers else 0.0
 
     def place_new_subgroups(self, effective: EffectiveKnobs) -> None:
         """With storage paths: places subgroups that have no state yet in host memory or on a path, according to the
@@ -117,8 +127,9 @@ class StepPlanner:
             decided, order = self._next_residences(effective)
             room_bytes = self.budget.gradient_room(decided.processors, decided.after)
             placements = self._placements(decided.processors, decided.after, room_bytes)
-            self._memory.prepare(placements)
-            plans.append((self._plan(placements, order, gradient_order), room_bytes))
+            plan = self._plan(placements, order, gradient_order)
+            self._memory.prepare(plan)
+            plans.append((plan, room_bytes))
 
         self._retry_on_path_failure(attempt)
         return plans[0]
@@ -163,7 +174,8 @@ class StepPlanner:
     def _plan(
         self, placements: tuple[Placement, ...], order: StepOrder, gradient_order: tuple[int, ...] | None
     ) -> Plan:
-        """Returns the plan for these placements: from the cache, or a new plan, which is verified and stored there.
+        """Returns the plan for these placements: from the cache, or a new plan, which is verified and stored there. As
+        many flushes are deferred as the paths can do while they are idle.
 
         order: order in which the subgroups are updated. gradient_order: the subgroups in the order in which their
         gradients are expected; None if the order is unknown.
@@ -173,8 +185,12 @@ class StepPlanner:
         settings, step_at = self._settings, self._step_delay.step_at
         # Other policies do not use time estimates.
         speeds = self._path_speeds.speeds if settings.policy == "interleaved" else {}
-        key = (placements, order, step_at, tuple(speeds.items()))
+        idle = self.idle_seconds
+        key = (placements, order, step_at, tuple(speeds.items()), idle)
         if key not in self._plans:
+            if idle:
+                ids = in_order(range(len(placements)), order)
+                placements = with_deferred_flushes(self.subgroups, placements, ids, deferrable_bytes(speeds, idle))
             plan = make_plan(
                 self.subgroups, placements, num_slots=settings.num_slots, policy=settings.policy,
                 grad_on_host_order=gradient_order,

@@ -11,7 +11,7 @@ from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.parameters.fingerprint import Fingerprints
 from tidegate.agent.parameters.subgroups import Layout, flat
-from tidegate.errors import ParameterError
+from tidegate.errors import EngineError, ParameterError
 
 WeightForm = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Dtype, shape and strides of a weight."""
@@ -140,6 +140,15 @@ class WeightEdits:
         """Address and version of a parameter's weight."""
         weight = self._params[param]
         return weight.data_ptr(), weight._version
+
+
+def refuse_edits(edited: Collection[int]) -> None:
+    """Raises EngineError if any parameters were edited. To be called when their gradients are released already."""
+    if edited:
+        raise EngineError(
+            f"Parameter {min(edited)} was edited between backward and step(), and its gradient is released already. "
+            "Edit weights after step(), or use gradients='keep'."
+        )
 
 
 def _form(param: torch.Tensor) -> WeightForm:

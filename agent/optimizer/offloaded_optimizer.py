@@ -115,10 +115,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.engine.gradients.watch(self._gradient_arrived)
 
     def wait(self) -> None:
-        """Waits until all weights are updated. With `tidegate.overlap_forward`, `step()` returns before that."""
+        """Waits for the end of the update. With `overlap_forward` or deferred flushes, `step()` returns before."""
         with self.phases.exposed():
             self._step_results.wait_for_update()
-        self._step_results.deliver(background=self._in_background)
+        self._step_results.deliver()
 
     @property
     def _in_background(self) -> bool:
@@ -138,13 +138,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # ---- arrival of gradients
 
     def _backward_began(self, *_: Any) -> None:
-        """To be called by hooks inside a backward pass: begins the phase `backward`, which lasts until the pass
-        ends."""
+        """To be called by hooks inside a backward pass: begins the phase `backward`, until the pass ends."""
         self._backward_passes.began(self.param_groups, self.num_steps)
 
     def _gradient_arrived(self, param: int) -> None:
-        """Tells the engine that a gradient has arrived, and records how long this takes. It runs for each gradient, so
-        it must be cheap. To be called by hooks when `.grad` of the parameter of number `param` was written."""
+        """Tells the engine that `.grad` of the parameter of number `param` was written, and records how long this
+        takes. To be called by hooks for each gradient, so that it must be cheap."""
         task = torch._C._current_graph_task_id()
         if task != self._moves_checked_in or self._param_records.was_moved(param):
             self._moves_checked_in = task
@@ -158,6 +157,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.phases.gradient_arrived(began)
         try:
             if self.engine.running:
+                self.engine.planner.idle_time.ended()
                 self._step_results.wait_for_update()
             self.engine.gradient_accumulated(param)
         finally:

@@ -112,7 +112,7 @@ class Optimizer(OffloadedOptimizer):
                 if self.engine.num_updates_begun != num_begun:
                     self.engine.fail_uncounted_step(error)
                 raise
-            self._step_results.deliver(background=self._in_background)
+            self._step_results.deliver()
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss
@@ -135,7 +135,7 @@ class Optimizer(OffloadedOptimizer):
                 self._ineffective.observe_update(updated, self._params)
             self.phases.began_at(self.engine.gradients_made_at, before="backward")
             if not self._in_background:
-                self._step_results.wait_for_update()
+                self._step_results.wait_for_step()
         self.num_steps += 1
         self.phases.enter("other")
         self._step_results.end_step()

@@ -51,20 +51,26 @@ class StepResultQueue:
             if result is not None:
                 self._results.append(result)
 
+    def wait_for_step(self) -> None:
+        """Waits for the running update, except for its deferred flushes. If it has none, its result is queued."""
+        with DelayInterrupt(), self._waiting:
+            result = self.engine.wait_for_step()
+            if result is not None:
+                self._results.append(result)
+
     def end_step(self) -> None:
         """Ends the phases of a step, and queues them."""
         self._ended_phases.append(replace(self._phases.end_step(), logged=self._logged))
         self._logged = {}
 
-    def deliver(self, *, background: bool) -> None:
-        """Calls the observers for each step whose update has ended, with the result and the phases of the step.
-
-        background: whether an update may continue during the phases of the next step. If so, the phases of the last
-        step get these phases as `StepPhases.tail`.
-        """
+    def deliver(self) -> None:
+        """Calls the observers for each step whose update has ended, with the result and the phases of the step. If the
+        update has ended later than the last of these phases, they get the phases of the next step so far as
+        `StepPhases.tail`."""
         while self._results and self._ended_phases:
             result, phases = self._results.popleft(), self._ended_phases.popleft()
-            if background and not self._ended_phases:
+            ended = max((span.end for span in result.spans), default=0.0)
+            if not self._ended_phases and ended > phases.spans[-1].end:
                 phases = replace(phases, tail=self._phases.so_far())
             for observe in tuple(self.observers):
                 observe(result, phases)

@@ -28,7 +28,7 @@ def report_of(step: FinishedStep, work: MeasuredWork | None = None) -> StepRepor
         phase_seconds=dict(phases.seconds().items()),
         exposed_seconds=dict(phases.exposed_seconds.items()),
         stalls=_stall_rows(step),
-        spill_seconds=max(0.0, max((span.end for span in result.spans), default=0.0) - phases.spans[-1].end),
+        spill_seconds=max(0.0, result.update_end - phases.spans[-1].end),
         links=_link_rows(result.spans, phases.with_tail),
         paths=_path_rows(step.paths, phases.with_tail) if step.paths else (),
         path_states=tuple(PathState.model_validate(sample, from_attributes=True) for sample in step.paths),
@@ -73,7 +73,7 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
     """Stall seconds of a step. For the update: by cause. For other phases: time in which hooks blocked the training
     thread."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for cause, waited in exposed_waits(step.monotonic_timeline).items():
+    for cause, waited in exposed_waits(step.update_timeline).items():
         seconds["update", cause] += waited
     for phase, exposed in step.phases.exposed_seconds.items():
         if phase != "update":

@@ -95,7 +95,8 @@ _STEPS: Final = (
     ),
     _counter(
         "update_spill_seconds", "seconds", {},
-        "Time an update went on after step() had returned, while the next forward ran (overlap_forward).",
+        "Time an update went on after step() had returned, while the next forward ran (overlap_forward), "
+        "without deferred flushes.",
         unseen="The Gantt of the last update shows it as what lies beyond the update.",
     ),
 )  # fmt: skip

@@ -30,6 +30,13 @@ class _Machine:
 
     plan: Plan
     contents: dict[BufferId, BufferContent] = field(default_factory=dict)
+    overlapping: dict[BufferId, set[BufferId]] = field(default_factory=dict)
+    """The deferred slots that take the memory of each gradient, and the reverse: what is written to one of them is lost
+    in the others."""
+
+    def wrote(self, place: BufferId) -> None:
+        for other in self.overlapping.get(place, ()):
+            self.contents.pop(other, None)
 
     def expect(self, op: Op, place: BufferId, thing: BufferContent) -> None:
         held = self.contents.get(place)
@@ -41,6 +48,7 @@ class _Machine:
         if held is None or (held.what, held.subgroup) != (what, op.subgroup):
             _refuse(f"Op {op.id} ({op.name}) copies the {what} from {source}, which holds {held}.")
         self.contents[target] = held
+        self.wrote(target)
 
     def update(self, op: Op, gradient: BufferId, state: BufferId, weight: BufferId) -> None:
         s = op.subgroup
@@ -90,13 +98,25 @@ def _home(residence: Residence, subgroup: int) -> BufferId:
     return (names.get(residence, f"path:{residence}"), subgroup)
 
 
+def _overlapping(plan: Plan) -> dict[BufferId, set[BufferId]]:
+    found: dict[BufferId, set[BufferId]] = {}
+    memory = plan.gradient_memory
+    if memory is not None:
+        for kind, slots in (("deferred_slot", memory.slots), ("deferred_weight", memory.weight_slots)):
+            for number, slot in enumerate(slots):
+                for subgroup in slot.covers:
+                    found.setdefault(("host_grad", subgroup), set()).add((kind, number))
+                    found.setdefault((kind, number), set()).add(("host_grad", subgroup))
+    return found
+
+
 def check_contents(plan: Plan) -> None:
     """Checks that every op reads, and the step leaves, the right data; PlanError with the rule `content` if not.
 
     The step must leave updated state in the residence that each placement names, and updated weights. Older copies may
     remain in other places.
     """
-    machine = _Machine(plan)
+    machine = _Machine(plan, overlapping=_overlapping(plan))
     for i, placement in enumerate(plan.placements):
         machine.contents[("device_grad", i)] = BufferContent("gradient", i, "new")
         machine.contents[("device_weight", i)] = BufferContent("weight", i, "old")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tidegate.plan.ops import BufferId, Norms, Op, effects
 
 
 def with_dependencies(
-    order: Sequence[Op], lane_names: Sequence[str], num_subgroups: int, norms: Norms, *, chain: bool
+    order: Sequence[Op],
+    lane_names: Sequence[str],
+    num_subgroups: int,
+    norms: Norms,
+    *,
+    chain: bool,
+    waits: Mapping[int, int] | None = None,
 ) -> tuple[Op, ...]:
     """The ops with ids 0, 1, 2, … and their dependencies, none of them redundant.
 
-    chain: each op also waits for the op before it in `order`, whatever its lane.
+    chain: each op also waits for the op before it in `order`, whatever its lane. waits: ops that also wait for one more
+    op, by position in `order`.
 
     Dependencies are computed with vector clocks. `seen[i][lane]` is the last op of each lane that is certain to be done
     when op i is done: lanes run in order, so one number per lane describes the past of an op completely. `began[lane]`
@@ -29,6 +36,8 @@ def with_dependencies(
     for op_id, (op, found) in enumerate(zip(order, hazards(order, num_subgroups, norms), strict=True)):
         if chain and op_id:
             found.add(op_id - 1)
+        if waits and op_id in waits:
+            found.add(waits[op_id])
         lane = lane_of[op_id]
         before = seen[last_in_lane[lane]] if lane in last_in_lane else nothing
         past = began.get(lane, nothing) if op.may_run_ahead else before

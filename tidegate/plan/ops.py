@@ -136,7 +136,10 @@ class Op:
     bytes that are copied over the link, or from or to `path` (FETCH and FLUSH only). `numel`: parameters that are
     updated (or read, for norms). `subgroup` is -1 for NORM. `spilled`: the op belongs to an update on the device whose
     gradient comes back from the host. `grad_in_slot`: the gradient on the host is in the host slot. `weight_slot`:
-    number of the weight slot that holds the weight in host memory; None if the weight is elsewhere.
+    number of the weight slot that holds the weight in host memory; None if the weight is elsewhere. `deferred_slot`:
+    number of the deferred slot (memory of used gradients, see `GradientMemory`) that holds the state; the weight is
+    then in the deferred weight slot of number `weight_slot`. `covers`: ids of the subgroups whose gradients had the
+    memory of these slots before.
     """
 
     id: int
@@ -151,6 +154,8 @@ class Op:
     host_slot: int | None = None
     grad_in_slot: bool = False
     weight_slot: int | None = None
+    deferred_slot: int | None = None
+    covers: tuple[int, ...] = ()
 
     @property
     def lane(self) -> str:
@@ -167,6 +172,11 @@ class Op:
         previous op: if an op needs that end, a dependency must state it.
         """
         return self.path is not None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether `step()` does not wait for this op: a flush from a deferred slot runs beside the next forward."""
+        return self.kind is OpKind.FLUSH and self.deferred_slot is not None
 
     @property
     def gate(self) -> Gate:
@@ -191,7 +201,9 @@ class Op:
     @property
     def host_state(self) -> BufferId:
         """The buffer in host memory, as its kind and number, that holds the state which this op copies or updates: the
-        host slot, or the memory of the subgroup."""
+        deferred slot, the host slot, or the memory of the subgroup."""
+        if self.deferred_slot is not None:
+            return ("deferred_slot", self.deferred_slot)
         return ("host_state", self.subgroup) if self.host_slot is None else ("host_slot", self.host_slot)
 
     @property
@@ -199,7 +211,7 @@ class Op:
         """The buffer in host memory, as its kind and number, that holds the weight which this op copies or updates: the
         weight slot, the host slot, or the memory of the subgroup (the mirror)."""
         if self.weight_slot is not None:
-            return ("weight_slot", self.weight_slot)
+            return ("weight_slot" if self.deferred_slot is None else "deferred_weight", self.weight_slot)
         return ("host_weight", self.subgroup) if self.host_slot is None else ("host_slot_weight", self.host_slot)
 
     @property
@@ -223,16 +235,20 @@ class Op:
         path = "" if self.path is None else f" {self.path}"
         slot = "" if self.slot is None else f" slot {self.slot}"
         host_slot = "" if self.host_slot is None else f" host slot {self.host_slot}"
+        deferred_slot = "" if self.deferred_slot is None else f" deferred slot {self.deferred_slot}"
         weight_slot = "" if self.weight_slot is None else f" weight slot {self.weight_slot}"
-        return f"{self.kind.value} {self.subgroup}{path}{slot}{host_slot}{weight_slot}"
+        return f"{self.kind.value} {self.subgroup}{path}{slot}{host_slot}{deferred_slot}{weight_slot}"
 
 
 def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozenset[BufferId], frozenset[BufferId]]:
     """The places that `op` reads, and the places that it writes.
 
-    Two ops that access the same place must be ordered if one of them writes.
+    Two ops that access the same place must be ordered if one of them writes. A deferred slot takes the memory of
+    gradients: what fills the slot overwrites them.
     """
     s = op.subgroup
+    reads: set[BufferId]
+    writes: set[BufferId]
     match op.kind:
         case OpKind.GRAD_D2H:
             reads, writes = {("device_grad", s)}, {op.host_grad}
@@ -261,4 +277,9 @@ def effects(op: Op, num_subgroups: int, norms: Norms = "step") -> tuple[frozense
             reads, writes = {op.stored}, {op.host_state}
         case OpKind.FLUSH:
             reads, writes = {op.host_state}, {op.stored}
+    gradients = {("host_grad", i) for i in op.covers}
+    if op.kind in (OpKind.FETCH, OpKind.WEIGHT_D2H):
+        writes |= gradients
+    else:
+        reads |= gradients
     return frozenset(reads), frozenset(writes)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tidegate.plan.ops import LANES, Norms, Op, OpKind, Processor, Residence, Subgroup, is_path, path_lanes
+from tidegate.plan.gradient_memory import GradientMemory
+from tidegate.plan.ops import D2H, LANES, Norms, Op, OpKind, Processor, Residence, Subgroup, is_path, path_lanes
 
 Policy = Literal["interleaved", "sequential", "twinflow"]
 
@@ -21,7 +22,8 @@ class Placement:
     memory for it. `grad_in_slot`: the gradient is copied into the subgroup's host slot instead of a buffer of its own,
     and therefore not before the slot is free; possible only where gradients are kept until the step. `weight_in_slot`:
     the weight has no mirror; for an update on the CPU it is copied into a weight slot, a buffer in host memory that
-    subgroups use in turns.
+    subgroups use in turns. `deferred`: the state passes through a deferred slot (memory of gradients that were used)
+    instead of a host slot, and is flushed after `step()` has returned, beside the next forward.
     """
 
     processor: Processor
@@ -31,6 +33,7 @@ class Placement:
     spilled: bool = False
     grad_in_slot: bool = False
     weight_in_slot: bool = False
+    deferred: bool = False
 
     @property
     def is_staged(self) -> bool:
@@ -41,12 +44,23 @@ class Placement:
     def uses_host_slot(self) -> bool:
         """Whether the state, on its way from or to a path, passes through a host slot (a buffer in host memory that
         subgroups use in turns), because it has no host buffer of its own."""
-        return "host" not in (self.before, self.after) and (is_path(self.before) or is_path(self.after))
+        passes = "host" not in (self.before, self.after) and (is_path(self.before) or is_path(self.after))
+        return passes and not self.deferred
+
+    @property
+    def needs_grad_on_host(self) -> bool:
+        """Whether the gradient is copied to the host."""
+        return self.processor == "cpu" or self.spilled
+
+    @property
+    def has_gradient_buffer(self) -> bool:
+        """Whether the gradient has a buffer of its own in host memory."""
+        return self.needs_grad_on_host and not self.grad_in_slot
 
     @property
     def leaves_mirror(self) -> bool:
         """Whether the copy of the weight in host memory (the mirror) equals the weight on the device after the step."""
-        return self.processor == "cpu" and not self.uses_host_slot and not self.weight_in_slot
+        return self.processor == "cpu" and not (self.uses_host_slot or self.weight_in_slot or self.deferred)
 
     @property
     def pool(self) -> str:
@@ -73,6 +87,8 @@ class Plan:
     paths: tuple[str, ...] = ()
     num_host_slots: int = 0
     num_weight_slots: int = 0
+    gradient_memory: GradientMemory | None = None
+    """The layout of the host memory for gradients; None without deferred slots."""
 
     @cached_property
     def by_id(self) -> dict[int, Op]:
@@ -87,6 +103,17 @@ class Plan:
     def norm_places(self) -> list[int]:
         """The place in `ops` of the op NORM, as a list with one number."""
         return [place for place, op in enumerate(self.ops) if op.kind is OpKind.NORM]
+
+    @cached_property
+    def deferred_flushes(self) -> frozenset[int]:
+        """Ids of the ops that may run after `step()` has returned."""
+        return frozenset(op.id for op in self.ops if op.is_deferred)
+
+    @cached_property
+    def last_in_step(self) -> tuple[int, ...]:
+        """Ids of the ops for which `step()` waits: the last one of each lane that is not a deferred flush. None of the
+        lane to the host: the ops that use what it copies wait for it."""
+        return tuple({op.lane: op.id for op in self.ops if op.lane != D2H and not op.is_deferred}.values())
 
     @cached_property
     def lanes_of_ops(self) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from tidegate.errors import PlanError
 from tidegate.plan.dependencies import with_dependencies
 from tidegate.plan.ops import PATH_NAME, Norms, Subgroup, is_path
 from tidegate.plan.plan import Placement, Plan, Policy
-from tidegate.plan.schedule import OpTimes, TypicalOpTimes, in_program_order
+from tidegate.plan.schedule import OpTimes, TypicalOpTimes, in_program_order, waits_of_deferred
 from tidegate.plan.slot_sizes import WEIGHT_SLOTS
-from tidegate.plan.tasks import StepOrder, needs_grad_on_host, step_work
+from tidegate.plan.tasks import StepOrder, step_work
 
 
 def make_plan(
@@ -54,16 +54,16 @@ def make_plan(
     _check(subgroups, placements, num_slots, policy)
     _check_weight_slots(placements, weight_slots)
     _check_paths(placements, paths, norms)
+    _check_deferred(placements, norms, policy)
     gradients = _gradient_order(placements, grad_on_host_order)
     work = step_work(subgroups, placements, gradients, norms, paths, order, weight_slots)
     ops = in_program_order(work, policy, num_slots, len(subgroups), norms, rates or TypicalOpTimes(), step_at)
     plan = Plan(
         policy, tuple(subgroups), tuple(placements), num_slots, (), norms, tuple(paths), sum(paths.values()),
-        weight_slots if any(p.weight_in_slot for p in placements) else 0,
+        weight_slots if any(p.weight_in_slot for p in placements) else 0, work.gradient_memory,
     )  # fmt: skip
-    return replace(
-        plan, ops=with_dependencies(ops, plan.lane_names, len(subgroups), norms, chain=policy != "interleaved")
-    )
+    waits, chain = waits_of_deferred(ops), policy != "interleaved"
+    return replace(plan, ops=with_dependencies(ops, plan.lane_names, len(subgroups), norms, chain=chain, waits=waits))
 
 
 def _check(subgroups: Sequence[Subgroup], placements: Sequence[Placement], num_slots: int, policy: Policy) -> None:
@@ -105,6 +105,21 @@ def _check_weight_slots(placements: Sequence[Placement], weight_slots: int) -> N
             )
 
 
+def _check_deferred(placements: Sequence[Placement], norms: Norms, policy: Policy) -> None:
+    for i, placement in enumerate(placements):
+        if not placement.deferred:
+            continue
+        on_paths = is_path(placement.before) and is_path(placement.after)
+        if policy != "interleaved":
+            raise PlanError(f"The policy {policy} defers no flush: set deferred=False for subgroup {i}.", "policy")
+        if placement.processor != "cpu" or not on_paths or placement.mirror_valid or norms != "gradient":
+            raise PlanError(
+                f"Subgroup {i} cannot be flushed after the step: only subgroups that stay on paths and are updated on "
+                "the CPU, with gradients that are released before the step, can. Set deferred=False.",
+                "placement",
+            )
+
+
 def _check_paths(placements: Sequence[Placement], host_slots: Mapping[str, int], norms: Norms) -> None:
     for path, count in host_slots.items():
         if not PATH_NAME.fullmatch(path):
@@ -121,7 +136,7 @@ def _check_paths(placements: Sequence[Placement], host_slots: Mapping[str, int],
                 f"Subgroup {i} is updated in a host slot, so its weight has no mirror: set mirror_valid=False.",
                 "placement",
             )
-        if placement.grad_in_slot and not (placement.uses_host_slot and needs_grad_on_host(placement)):
+        if placement.grad_in_slot and not (placement.uses_host_slot and placement.needs_grad_on_host):
             raise PlanError(f"Subgroup {i} has no gradient in a host slot: set grad_in_slot=False.", "placement")
         if placement.grad_in_slot and norms == "gradient":
             raise PlanError(
@@ -137,7 +152,7 @@ def _gradient_order(placements: Sequence[Placement], given: Sequence[int] | None
     if given is None:
         return tuple(reversed(range(len(placements))))
     known = set(given)
-    copied = [i for i, p in enumerate(placements) if needs_grad_on_host(p)]
+    copied = [i for i, p in enumerate(placements) if p.needs_grad_on_host]
     missing = set(copied) - known
     if missing or len(known) != len(given) or not all(0 <= i < len(placements) for i in given):
         raise PlanError(

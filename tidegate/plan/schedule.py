@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -18,7 +18,7 @@ NORM_KEY: Final[OpKey] = (OpKind.NORM, -1)
 
 # Priority of ops that are ready on a lane, lower first: ops that unblock other ops, then state, then weights.
 _FLUSH, _FETCH, _INTO_HOST, _OUT_OF_DEVICE, _GRAD_INTO_HOST = range(5)
-_INTO_SLOT, _INTO_DEVICE, _GRAD_INTO_DEVICE, _ON_CPU, _ON_DEVICE, _WEIGHT = range(5, 11)
+_INTO_SLOT, _INTO_DEVICE, _GRAD_INTO_DEVICE, _ON_CPU, _ON_DEVICE, _WEIGHT, _DEFERRED_FLUSH = range(5, 12)
 _ROLE: Final[dict[OpKind, int]] = {
     OpKind.FLUSH: _FLUSH,
     OpKind.FETCH: _FETCH,
@@ -99,12 +99,30 @@ def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[OpKey, tuple[Op
     turns = sorted(work.tasks, key=lambda task: task.origin)
     order = [*work.early, *work.squares, work.norm, *_ops(turns)]
     keys = [_key(op) for op in order]
+    fetches: defaultdict[str | None, list[OpKey]] = defaultdict(list)
+    for op in order:
+        if op.kind is OpKind.FETCH:
+            fetches[op.path].append(_key(op))
     needs: dict[OpKey, tuple[OpKey, ...]] = {}
-    for key, found in zip(keys, hazards(order, num_subgroups, norms), strict=True):
+    for op, key, found in zip(order, keys, hazards(order, num_subgroups, norms), strict=True):
         # A spilled gradient goes into the same staging slot as its state.
         slot = ((OpKind.STATE_H2D, key[1]),) if key[0] is OpKind.GRAD_H2D else ()
-        needs[key] = (*slot, *(keys[i] for i in found))
+        before = fetches[op.path] if op.is_deferred else ()
+        needs[key] = (*slot, *before, *(keys[i] for i in found))
     return needs
+
+
+def waits_of_deferred(order: Sequence[Op]) -> dict[int, int]:
+    """For each deferred flush, the last fetch from its path before it, by position in `order`. The flush waits for this
+    fetch, although both use different memory: flushes that `step()` does not wait for would slow down fetches."""
+    waits: dict[int, int] = {}
+    last: dict[str | None, int] = {}
+    for position, op in enumerate(order):
+        if op.kind is OpKind.FETCH:
+            last[op.path] = position
+        elif op.is_deferred and op.path in last:
+            waits[position] = last[op.path]
+    return waits
 
 
 def _key(op: Op) -> OpKey:
@@ -158,6 +176,8 @@ def _needs_no_path(task: Task) -> bool:
 
 
 def _role(op: Op) -> int:
+    if op.is_deferred:
+        return _DEFERRED_FLUSH
     if op.kind is OpKind.STATE_H2D and op.slot is not None:
         return _INTO_SLOT
     return _ROLE[op.kind]
@@ -255,7 +275,7 @@ class _Fillers:
             return cls()
         seconds: defaultdict[str, float] = defaultdict(float)
         for op in _ops(work.tasks):
-            seconds[op.lane] += clock.seconds(op)
+            seconds[op.lane] += 0.0 if op.is_deferred else clock.seconds(op)
         busiest = max(total for lane, total in seconds.items() if lane not in LANES)
         fillers = sum(task.on_cpu and _needs_no_path(task) for task in work.tasks)
         return cls(step + max(0.0, busiest - seconds[CPU]), -(-fillers // late), early)

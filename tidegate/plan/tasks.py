@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
+from tidegate.plan.deferral import gradient_memory
+from tidegate.plan.gradient_memory import DeferredSlot, GradientMemory
 from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
 from tidegate.plan.plan import Placement
 from tidegate.plan.slot_sizes import WEIGHT_SLOTS
@@ -23,9 +25,11 @@ class StateOrigin(IntEnum):
     """The state comes from a path, through a host slot."""
     PATH_TO_HOST = 1
     """The state comes from a path and stays in host memory; the task needs no host slot."""
-    DEVICE = 2
+    DEFERRED = 2
+    """The state comes from a path, through a deferred slot, whose memory updates of the origin `PATH` set free."""
+    DEVICE = 3
     """The state goes from the device to a path, through a host slot."""
-    HOST = 3
+    HOST = 4
     """All other tasks: the state is on the host or the device, and the task waits for no path and no host slot."""
 
 
@@ -56,6 +60,8 @@ class Work:
     squares: tuple[Op, ...]
     norm: Op
     tasks: tuple[Task, ...]
+    gradient_memory: GradientMemory | None = None
+    """The layout of the host memory for gradients; None without deferred slots."""
 
 
 def step_work(
@@ -74,16 +80,18 @@ def step_work(
     """
     slots = _host_slots(placements, host_slots, order)
     # Gradients come last in their lane: the ops before them have no gate, and can run when the backward has just begun.
-    mirrored = [(s, p) for s, p in zip(subgroups, placements, strict=True) if not p.weight_in_slot]
+    mirrored = [(s, p) for s, p in zip(subgroups, placements, strict=True) if not (p.weight_in_slot or p.deferred)]
     early = [op for s, p in mirrored for op in _to_mirror(s, p, None)]
     early += [op for s, p in zip(subgroups, placements, strict=True) for op in _to_host_memory(s, p, None)]
-    copied = [i for i in gradients if needs_grad_on_host(placements[i]) and not placements[i].grad_in_slot]
+    copied = [i for i in gradients if placements[i].has_gradient_buffer]
     early += [_op(OpKind.GRAD_D2H, subgroups[i]) for i in copied]
     squares = [_op(OpKind.GRAD_NORM, subgroups[i]) for i in gradients] if norms == "gradient" else []
     numel = sum(s.numel for s in subgroups) if norms == "step" else 0
-    ids = _in_order(range(len(subgroups)), order)
+    ids = in_order(range(len(subgroups)), order)
+    memory = gradient_memory(subgroups, placements, ids) if any(p.deferred for p in placements) else None
+    deferred = iter(_deferred_slots(memory) if memory is not None else ())
     tasks = _with_weight_slots(
-        [_task(subgroups[i], placements[i], slots.get(i)) for i in ids], placements, weight_slots
+        [_task(subgroups[i], placements[i], slots.get(i), deferred) for i in ids], placements, weight_slots
     )
     return Work(
         early=tuple(early),
@@ -91,14 +99,11 @@ def step_work(
         norm=Op(id=-1, kind=OpKind.NORM, subgroup=-1, nbytes=0, numel=numel),
         # Residents come last: their updates overlap with transfers that are still pending.
         tasks=tuple(sorted(tasks, key=lambda task: task.stays)),
+        gradient_memory=memory,
     )
 
 
-def needs_grad_on_host(placement: Placement) -> bool:
-    return placement.processor == "cpu" or placement.spilled
-
-
-def _in_order(ids: Sequence[int], order: StepOrder) -> Sequence[int]:
+def in_order(ids: Sequence[int], order: StepOrder) -> Sequence[int]:
     return ids if order == "ascending" else ids[::-1]
 
 
@@ -113,7 +118,7 @@ def _host_slots(placements: Sequence[Placement], host_slots: Mapping[str, int], 
     first = 0
     for path, count in host_slots.items():
         mine = [i for i, p in enumerate(placements) if p.uses_host_slot and p.pool == path]
-        turns = sorted(_in_order(mine, order), key=lambda i: placements[i].before == "device")
+        turns = sorted(in_order(mine, order), key=lambda i: placements[i].before == "device")
         slots |= {i: first + turn % count for turn, i in enumerate(turns)}
         first += count
     return slots
@@ -135,9 +140,30 @@ def _with_weight_slot(task: Task, slot: int | None) -> Task:
     return replace(task, ops=tuple(replace(op, weight_slot=slot) if op.kind in kinds else op for op in task.ops))
 
 
-def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Task:
+@dataclass(frozen=True, slots=True)
+class _DeferredSlots:
+    """The deferred slots of one subgroup, for its state and for its weight, with their numbers."""
+
+    number: int
+    state: DeferredSlot
+    weight_number: int
+    weight: DeferredSlot
+
+
+def _deferred_slots(memory: GradientMemory) -> Iterator[_DeferredSlots]:
+    """The deferred slots of each deferred subgroup, in the order of updates."""
+    for number, state in enumerate(memory.slots):
+        turn = number % len(memory.weight_slots)
+        yield _DeferredSlots(number, state, turn, memory.weight_slots[turn])
+
+
+def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None, deferred: Iterator[_DeferredSlots]) -> Task:
+    """The task of a subgroup. deferred: gives the slots of the next deferred subgroup."""
     on_cpu = placement.processor == "cpu"
     comes_from_path = is_path(placement.before)
+    if placement.deferred:
+        ops = tuple(_deferred_ops(subgroup, placement, next(deferred)))
+        return Task(StateOrigin.DEFERRED, placement.pool, on_cpu=True, stays=False, ops=ops)
     if placement.uses_host_slot:
         origin = StateOrigin.PATH if comes_from_path else StateOrigin.DEVICE
     else:
@@ -161,6 +187,20 @@ def _cpu_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None) ->
     yield _op(OpKind.CPU_UPDATE, subgroup, host_slot=host_slot, grad_in_slot=placement.grad_in_slot)
     yield _op(OpKind.WEIGHT_H2D, subgroup, host_slot=host_slot)
     yield from _flush(subgroup, placement, host_slot)
+
+
+def _deferred_ops(subgroup: Subgroup, placement: Placement, slots: _DeferredSlots) -> Iterator[Op]:
+    def with_slots(op: Op, *, weight: bool = False, state: bool = True) -> Op:
+        covers = (slots.state.covers if state else ()) + (slots.weight.covers if weight else ())
+        return replace(
+            op, deferred_slot=slots.number, weight_slot=slots.weight_number if weight else None, covers=covers
+        )
+
+    yield with_slots(_op(OpKind.WEIGHT_D2H, subgroup), weight=True, state=False)
+    yield with_slots(_op(OpKind.FETCH, subgroup, path=placement.before))
+    yield with_slots(_op(OpKind.CPU_UPDATE, subgroup), weight=True)
+    yield with_slots(_op(OpKind.WEIGHT_H2D, subgroup), weight=True, state=False)
+    yield with_slots(_op(OpKind.FLUSH, subgroup, path=placement.after))
 
 
 def _device_ops(subgroup: Subgroup, placement: Placement, host_slot: int | None) -> Iterator[Op]:

@@ -1,9 +1,9 @@
 """The plan verifier: rejects plans that would give a wrong result, race or deadlock. Independent of the planner.
 
 Rules, by their names in `PlanError.rule`: `subgroups`, `paths`, `placement`, `ids`, `slots`, `size`, `once`,
-`processor`, `order` (an op waits for a later op: in-order lanes deadlock), `gate`, `race` (two ops access the same
-place unordered, and one writes), `serial` (two ops of a one-at-a-time policy are unordered), `content` (an op reads, or
-the step leaves, the wrong data: see `content_check`), `waste` (a copy that no placement needs).
+`processor`, `deferral`, `order` (an op waits for a later op: in-order lanes deadlock), `gate`, `race` (two ops access
+the same place unordered, and one writes), `serial` (two ops of a one-at-a-time policy are unordered), `content` (an op
+reads, or the step leaves, the wrong data: see `content_check`), `waste` (a copy that no placement needs).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 from tidegate.errors import PlanError
 from tidegate.plan.content_check import check_contents
+from tidegate.plan.deferral_check import check_deferred_op, check_deferred_order, check_gradient_memory
 from tidegate.plan.ops import PATH_NAME, BufferId, Op, OpKind, effects, is_path
 from tidegate.plan.plan import Placement, Plan
 
@@ -44,6 +45,7 @@ def verify(plan: Plan) -> None:
     before = _happens_before(plan)
     _check_gates(plan, before)
     _check_races(plan, before)
+    check_deferred_order(plan, before)
     check_contents(plan)
 
 
@@ -66,6 +68,7 @@ def _check_placements(plan: Plan) -> None:
         if any(is_path(residence) and residence not in plan.paths for residence in (placement.before, placement.after)):
             _refuse("paths", f"Subgroup {i} goes from {placement.before} to {placement.after}: paths are {plan.paths}.")
         _check_host_slot_use(plan, i, placement)
+    check_gradient_memory(plan)
 
 
 def _check_host_slot_use(plan: Plan, subgroup: int, placement: Placement) -> None:
@@ -95,6 +98,7 @@ def _check_ops(plan: Plan) -> None:
         _check_slot(plan, op)
         _check_host_slot(plan, op)
         _check_weight_slot(plan, op)
+        check_deferred_op(plan, op)
         _check_size(plan, op)
 
 
@@ -124,6 +128,8 @@ def _check_host_slot(plan: Plan, op: Op) -> None:
 
 
 def _check_weight_slot(plan: Plan, op: Op) -> None:
+    if op.kind in WEIGHT_KINDS and plan.placements[op.subgroup].deferred:
+        return  # `check_deferred_op`
     needs_slot = op.kind in WEIGHT_KINDS and plan.placements[op.subgroup].weight_in_slot
     if needs_slot and (op.weight_slot is None or not 0 <= op.weight_slot < plan.num_weight_slots):
         _refuse(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -74,7 +74,8 @@ def _kinds(step: SteadyStep) -> tuple[SteadyStep, Sequence[int]]:
 
 def _after_norm(work: Work) -> list[Op]:
     """The ops that cannot run before the norm is known: updates, the ops after them, and ops that wait for a host slot
-    because an earlier subgroup uses it.
+    because an earlier subgroup uses it, or for a deferred slot. Deferred flushes, which `step()` does not wait for, are
+    not returned.
 
     If the earlier subgroup is updated on the device, it uses only the state buffer of the slot. Then ops that copy a
     weight or a gradient into the other buffers of the slot do not wait, and are not returned.
@@ -82,9 +83,14 @@ def _after_norm(work: Work) -> list[Op]:
     used: set[tuple[int, Content]] = set()
     late: list[Op] = []
     for task in work.tasks:
-        late += [op for op in task.ops if op.kind not in _MAY_BE_EARLY or not used.isdisjoint(_slot_buffers(op))]
+        late += [op for op in task.ops if not (_is_early(op, used) or op.is_deferred)]
         used.update(buffer for op in task.ops for buffer in _slot_buffers(op))
     return late
+
+
+def _is_early(op: Op, used: Container[tuple[int, Content]]) -> bool:
+    waits = op.deferred_slot is not None or any(buffer in used for buffer in _slot_buffers(op))
+    return op.kind in _MAY_BE_EARLY and not waits
 
 
 def _slot_buffers(op: Op) -> list[tuple[int, Content]]:

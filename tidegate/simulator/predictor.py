@@ -63,6 +63,7 @@ class Predictor:
             gradient_order=None if rank.gradient_order is None else _id_runs(tuple(rank.gradient_order)),
             early_gradients=rank.early_gradients,
             step_at=rank.step_at,
+            idle_seconds=rank.idle_seconds,
             backward_seconds=self.backward_seconds,
             path_speeds={path: PathSpeed(**asdict(speeds)) for path, speeds in (rank.path_speeds or {}).items()},
             capacity=dict(rank.capacity),
@@ -88,6 +89,7 @@ def predictor_of(hello: AgentHello, evidence: ModelEvidence, rates: RateCard) ->
         retired=evidence.retired,
         gradient_order=None if evidence.gradient_order is None else _ids(evidence.gradient_order),
         step_at=evidence.step_at,
+        idle_seconds=evidence.idle_seconds,
         path_speeds=speeds or None,
         gradient_budget=None if budget is None else GradientBudget(budget, evidence.most_gradient_bytes),
     )

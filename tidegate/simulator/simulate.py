@@ -34,7 +34,13 @@ def simulate(
 def update_seconds(plan: Plan, rates: RateCard, *, step_at: float) -> float:
     """The simulated time of `step()` in seconds, if it is called `step_at` seconds after the backward pass began."""
     ends = _times(plan, rates, step_at, {}, rates.seconds)[1]
-    return max(step_at, *ends.values()) - step_at + (rates.step_seconds or 0.0)
+    return _update_end(plan, step_at, ends) - step_at + (rates.step_seconds or 0.0)
+
+
+def _update_end(plan: Plan, step_at: float, ends: Times) -> float:
+    """When `step()` returns: after all ops but the deferred flushes."""
+    deferred = plan.deferred_flushes
+    return max([step_at, *(end for op, end in ends.items() if op not in deferred)])
 
 
 def _times(
@@ -57,7 +63,7 @@ def _timeline(plan: Plan, step: int, step_at: float, starts: dict[int, float], e
         for op in plan.ops
     ]
     spans.sort(key=lambda span: (span.start, span.op))
-    end = max(step_at, *ends.values())
+    end = _update_end(plan, step_at, ends)
     return Timeline(
         step=step,
         source="simulated",

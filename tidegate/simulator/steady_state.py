@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tidegate.errors import ConfigError
+from tidegate.plan.deferral import deferrable_bytes, with_deferred_flushes
 from tidegate.plan.effective_knobs import EffectiveKnobs
+from tidegate.plan.gradient_memory import gradient_buffer_bytes
 from tidegate.plan.interference import pair_factors
 from tidegate.plan.ops import Norms, Op, Processor, Residence, Subgroup, path_lanes
 from tidegate.plan.path_times import PathOpTimes, rounded_step_delay
@@ -32,7 +34,7 @@ from tidegate.plan.slot_sizes import (
     weight_slot_bytes,
     whole_pages,
 )
-from tidegate.plan.tasks import StepOrder, Work, step_work
+from tidegate.plan.tasks import StepOrder, Work, in_order, step_work
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.speeds.rate_card import RateCard
 
@@ -51,7 +53,8 @@ class Rank:
     host_slots: host slots of each path. capacity: most subgroups of each path; without limit where absent. retired:
     paths that have failed and are not used any more. gradient_order: ids of all subgroups in the order in which their
     gradients arrive; None for the reverse order of ids. step_at: seconds after the first gradient at which plans expect
-    `step()`; None to derive it from the length of the backward. path_speeds: speeds by which the engine orders ops;
+    `step()`; None to derive it from the length of the backward. idle_seconds: time between `step()` and the next
+    gradient in which deferred flushes run; 0 if none are deferred. path_speeds: speeds by which the engine orders ops;
     None for the speeds of the rate card. gradient_budget: limits of the device memory for released gradients; None for
     no limit. early_gradients: whether gradients are final when autograd has accumulated them.
     """
@@ -64,6 +67,7 @@ class Rank:
     retired: Collection[str] = ()
     gradient_order: Sequence[int] | None = None
     step_at: float | None = None
+    idle_seconds: float = 0.0
     path_speeds: Mapping[str, PathSpeeds] | None = None
     gradient_budget: GradientBudget | None = None
     early_gradients: bool = True
@@ -133,8 +137,9 @@ class SteadyStep:
                 nbytes["state"] += whole_pages(s.nbytes("state"))
             if p.leaves_mirror:
                 nbytes["mirror"] += s.nbytes("weight")
-            if (p.processor == "cpu" or p.spilled) and not p.grad_in_slot:
-                nbytes["gradient"] += s.nbytes("gradient")
+            if p.has_gradient_buffer:
+                one_buffer = self.rank.host_slots and self.rank.gradients == "release"
+                nbytes["gradient"] += gradient_buffer_bytes(s) if one_buffer else s.nbytes("gradient")
         kinds, rank = ("state", "mirror", "gradient"), self.rank
         if any(p.uses_host_slot for p in self.placements):
             slot = host_slot_bytes(rank.subgroups, gradients=rank.gradients == "keep")
@@ -179,8 +184,9 @@ def sampled(rank: Rank, effective: EffectiveKnobs) -> tuple[Rank, EffectiveKnobs
     slots = rank.num_slots * sum(device_slot_bytes(subgroups, gradients=rank.gradients == "release"))
     budget = rank.gradient_budget and rank.gradient_budget.sampled(scale, slots)
     smaller_rank = replace(
-        rank, subgroups=few, capacity=capacity, gradient_order=order, step_at=step_at, gradient_budget=budget
-    )
+        rank, subgroups=few, capacity=capacity, gradient_order=order, step_at=step_at, gradient_budget=budget,
+        idle_seconds=rank.idle_seconds / scale,
+    )  # fmt: skip
     return smaller_rank, smaller, scale
 
 
@@ -196,10 +202,18 @@ def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list
         tier = TierState(speeds=speeds_of(rates, rank.host_slots), capacity=rank.capacity, retired=rank.retired)
         orders = [step_order(effective, turn) for turn in range(1 + effective.alternate)]
     decided = [next_residences(rank.subgroups, effective, tier, order) for order in orders]
-    return [
-        SteadyStep(rank, _placements(rank, step.processors, before.after, step.after), order)
+    placed = [
+        (_placements(rank, step.processors, before.after, step.after), order)
         for order, before, step in zip(orders, [decided[-1], *decided], decided, strict=False)
     ]
+    if rank.idle_seconds and rank.host_slots:
+        speeds = speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
+        most, count = deferrable_bytes(speeds, rank.idle_seconds), len(rank.subgroups)
+        placed = [
+            (with_deferred_flushes(rank.subgroups, placements, in_order(range(count), order), most), order)
+            for placements, order in placed
+        ]
+    return [SteadyStep(rank, placements, order) for placements, order in placed]
 
 
 def _placements(

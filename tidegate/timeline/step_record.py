@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -62,6 +62,12 @@ class FinishedStep:
         """The measured timeline with times on the monotonic clock. It is cheaper than `timeline`, because spans are not
         copied, and sufficient where only differences of times are needed."""
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
+
+    @property
+    def update_timeline(self) -> Timeline:
+        """The same without deferred flushes, for which the update does not wait."""
+        timeline, result = self.monotonic_timeline, self.result
+        return replace(timeline, spans=result.waited_spans) if result.plan.deferred_flushes else timeline
 
     @cached_property
     def gradient_arrival(self) -> GradientArrival:

@@ -29,6 +29,19 @@ class StepResult:
     scaled: bool = False
     """Whether a GradScaler has found gradients that are not finite, so that the step was skipped."""
 
+    @property
+    def waited_spans(self) -> tuple[Span, ...]:
+        """The spans without those of deferred flushes, for which `step()` does not wait."""
+        deferred, dropped = self.plan.deferred_flushes, self.num_dropped
+        if not deferred:
+            return self.spans
+        return (*self.spans[:dropped], *(span for span in self.spans[dropped:] if span.op not in deferred))
+
+    @property
+    def update_end(self) -> float:
+        """The end of the update, without its deferred flushes, in seconds on the monotonic clock; 0 without spans."""
+        return max([span.end for span in self.waited_spans], default=0.0)
+
 
 @dataclass(frozen=True)
 class StepPhases:

@@ -70,6 +70,9 @@ class ModelEvidence(Message):
     step_at: Duration | None = None
     """Seconds after the first gradient at which plans expect the call of `step()`; None to derive it from the length of
     the backward."""
+    idle_seconds: Duration = 0.0
+    """Typical seconds from the end of `step()` to the next gradient, in which deferred flushes run; 0 if none are
+    deferred."""
     backward_seconds: Duration | None = None
     """Typical seconds of the backward; None if it is unknown."""
     path_speeds: Annotated[dict[PathName, PathSpeed], Field(max_length=64)] = {}

@@ -29,7 +29,6 @@ from tidegate.agent.optimizer.optimizer import Optimizer
 from tidegate.agent.parameters.shards import LocalShard
 from tidegate.agent.ranks import Ranks
 from tidegate.errors import ConfigError
-from tidegate.timeline.step_result import StepPhases, StepResult
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 """Hyperparameters that schedulers and users may change in DeepSpeed's param groups during training."""
@@ -50,7 +49,6 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def __init__(self, offload: Offload, module: Any, init_optimizer: Any, *args: Any, **given: Any) -> None:
         self._offload = offload
         self._flats: list[FlatState] | None = None
-        self._result: StepResult | None = None
         super().__init__(module, init_optimizer, *args, **given)
 
     # ---- construction
@@ -90,7 +88,6 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             "deepspeed_adamw" if is_cpu_adam else "adamw", decoupled_weight_decay=is_decoupled(self.optimizer),
             max_grad_norm=self.clip_grad or None, offload=self._offload,
         )  # fmt: skip
-        self.tidegate.observers.append(self._on_step)
         self._parts: list[LocalShard] = [part for parts in by_group.values() for part in parts]
         assert self._sources == sorted(self._sources), "DeepSpeed makes subgroups param group by param group"
         self._drop_flats()
@@ -224,10 +221,10 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self._complete_gradients()
         self._take_hyperparameters()
         self.tidegate.step()
-        result, self._result = self._result, None
-        assert result is not None, "every part has a gradient"
-        self.overflow = result.skipped
-        norm = result.grad_norm
+        outcome = self.tidegate.engine.last_outcome
+        assert outcome is not None, "every part has a gradient"
+        self.overflow = outcome.skipped
+        norm = outcome.grad_norm
         if self._loss_scale_update_and_overflow_cleanup():
             self.timers(OPTIMIZER_STEP_TIMER).stop()
             return
@@ -243,9 +240,6 @@ class TidegateZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             group |= {**given, "several_betas": several_betas}
         self.tidegate.max_grad_norm = self.clip_grad or None
         self.tidegate.grad_scale = self.loss_scale  # type: ignore[attr-defined]
-
-    def _on_step(self, result: StepResult, _: StepPhases) -> None:
-        self._result = result
 
     def _complete_gradients(self) -> None:
         """Sets missing gradients to zeros, because DeepSpeed always updates all parameters of a subgroup."""

@@ -23,6 +23,7 @@ import pytest
 from tests.agent.devices.fake_cuda import FakeCuda
 from tests.agent.devices.fake_memory import dies_of
 from tests.agent.devices.fake_training import FakeTraining, fake_training
+from tests.agent.engine.deferring import LONG, deferring
 from tests.agent.engine.test_exactness import make_params, random_grads
 from tests.agent.optimizer.background import update_in_background
 from tests.services import until
@@ -61,20 +62,23 @@ class Case:
     def train(self, drop: str, paths: dict[str, str]) -> FakeCuda:
         choices = random.Random(self.seed)
         fake = FakeCuda(self.seed, eagerness=choices.choice((0.0, 0.2, 0.6)), drop=drop)
-        with fake_training(
-            fake,
-            make_params(SHAPES, self.seed),
-            choices.choice((None, 0.7)),
-            stride=choices.choice(("off", 1.0, 2.0)),
-            static_ratio=choices.choice((0.0, 0.5)),
-            subgroup_numel=choices.choice((20, 50, 120)),
-            num_slots=choices.choice((1, 2, 3)),
-            policy=self.policy,
-            gradients=self.gradients,
-            gradient_memory_bytes=choices.choice((0, 1, 400)),
-            paths=paths,
-            **self.storage(choices),
-        ) as training:
+        with (
+            deferring(LONG if self.seed % 2 else 0.0),
+            fake_training(
+                fake,
+                make_params(SHAPES, self.seed),
+                choices.choice((None, 0.7)),
+                stride=choices.choice(("off", 1.0, 2.0)),
+                static_ratio=choices.choice((0.0, 0.5)),
+                subgroup_numel=choices.choice((20, 50, 120)),
+                num_slots=choices.choice((1, 2, 3)),
+                policy=self.policy,
+                gradients=self.gradients,
+                gradient_memory_bytes=choices.choice((0, 1, 400)),
+                paths=paths,
+                **self.storage(choices),
+            ) as training,
+        ):
             if self.background:
                 update_in_background(training.optimizer)
             for step in range(7):
@@ -234,12 +238,40 @@ def gradients_changed_after_they_were_copied(drop: str) -> FakeCuda:
     return fake
 
 
+@dataclass(frozen=True)
+class DeferringStep:
+    """Steps with deferred flushes; a model that waits for nothing reads the weights when `step()` has returned."""
+
+    stride: Any
+    shapes: tuple[tuple[int, int], ...] = tuple((50, kind) for kind in (0, 1, 2)) * 6
+
+    def __call__(self, drop: str) -> FakeCuda:
+        with tempfile.TemporaryDirectory() as directory, deferring():
+            fake = FakeCuda(eagerness=0.0, drop=drop)
+            params = make_params([((numel,), kind) for numel, kind in self.shapes], 3)
+            with fake_training(
+                fake, params, stride=self.stride, subgroup_numel=50, gradients="release", paths={"nvme": directory},
+                host_cache=0,
+            ) as training:  # fmt: skip
+                for step in range(4):
+                    training.train(random_grads(params, step, some=False))
+                    flight = training.optimizer.engine._flight
+                    assert (flight is not None and flight.has_returned) == (step > 0)
+                    for param in params:
+                        fake.framework_access(param.detach(), False, "reading a weight after step()")
+                training.optimizer.wait()
+                training.forward()
+        return fake
+
+
+DEFERRING = [DeferringStep("off"), DeferringStep(3.0)]
 FAILING = [FailingStep(lane, after) for lane in (CPU, DEVICE, D2H, H2D) for after in (1, 4, 8)]
 SCENARIOS: tuple[Scenario, ...] = (
     closed_with_copies_on_the_way,
     dropped_at_work,
     gradients_changed_after_they_were_copied,
     *FAILING,
+    *DEFERRING,
     *sorted((*KEPT, *RELEASED, *OVERLAPPED, *STORED), key=lambda case: case.seed),
 )
 """Those with few seeds first: most waits are needed by one of them."""
@@ -247,6 +279,11 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 @pytest.mark.parametrize("scenario", FAILING, ids=str)
 def test_a_failed_step_leaves_no_work_on_memory_that_is_given_back(scenario: FailingStep) -> None:
+    assert undisturbed(scenario).error is None
+
+
+@pytest.mark.parametrize("scenario", DEFERRING, ids=str)
+def test_weights_are_there_when_a_step_with_deferred_flushes_returns(scenario: DeferringStep) -> None:
     assert undisturbed(scenario).error is None
 
 
@@ -360,6 +397,8 @@ NEEDED = (
     "framework waits for h2d in Engine.wait_for_weights < Optimizer._wait_for_weights",
     "h2d waits for framework in Engine._order_after_framework < Engine._launch",
     # Where the host looks at what lanes have done.
+    "host waits for device in Executor.wait_until_done < Engine.wait_for_step",
+    "host waits for h2d in Executor.wait_until_done < Engine.wait_for_step",
     "host waits for d2h in StateMemory._load_to_host < StateMemory.arrays",
     "host waits for d2h in PlanExecution.all_spans < Executor.cancel",
     "host waits for d2h in PlanExecution.all_spans < Executor.finish",

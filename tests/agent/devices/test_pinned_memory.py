@@ -100,6 +100,18 @@ def test_what_cannot_be_pinned_is_used_all_the_same_and_said_once(caplog: pytest
     assert not pinner.pinned
 
 
+def test_no_more_stays_pinned_for_later_than_is_in_use() -> None:
+    pinner = Pinner()
+    pool = PinnedPool(pinner)
+    held = pool.take(4 * PAGE)
+    for pages in (10, 20, 40):  # a buffer that grows: each size is another block
+        growing = pool.take(pages * PAGE)
+        del growing
+        gc.collect()
+        assert sum(pinner.pinned.values()) <= 2 * (4 + pages) * PAGE
+    assert held.data_ptr() in pinner.pinned
+
+
 def test_close_unpins_what_came_back_and_nothing_that_is_held() -> None:
     pinner = Pinner()
     pool = PinnedPool(pinner)

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 
 import tidegate
+from tests.agent.engine.deferring import LONG, deferring
 from tests.agent.engine.test_exactness import (
     DTYPES,
     FAST,
@@ -171,6 +172,7 @@ class Pair:
     micro_batches=st.integers(1, 2),
     wide=st.booleans(),
     some=st.booleans(),
+    idle_seconds=st.sampled_from([0.0, LONG, LONG]),
 )
 def test_equals_the_oracle_whatever_happens_between_steps(
     shapes: list[Any],
@@ -184,9 +186,10 @@ def test_equals_the_oracle_whatever_happens_between_steps(
     micro_batches: int,
     wide: bool,
     some: bool,
+    idle_seconds: float,
 ) -> None:
     params = make_params(shapes, 5, wide)
-    with directories() as paths:
+    with directories() as paths, deferring(idle_seconds):
         offload = tidegate.Offload(
             stride=start.stride, static_ratio=start.static_ratio, tier_split=start.tier_split, order=start.order,
             host_cache=start.host_cache, subgroup_numel=subgroup_numel, num_slots=slots[0], host_slots=slots[1],
@@ -221,6 +224,7 @@ def test_state_goes_from_path_to_path_to_memory_to_device_and_back(dtype: torch.
             for step, knobs in enumerate(tour):
                 pair.happens(Event("knobs", 0, knobs))
                 pair.train(step, micro_batches=1, some=False, skip=False)
+                optimizer.wait()
                 lives = optimizer.engine.memory.residence
                 assert lives.count("device") == int(knobs.static_ratio * len(lives) + 0.5)
                 if knobs.tier_split != "auto" and not knobs.static_ratio and not knobs.host_cache:

@@ -174,6 +174,7 @@ def train(pair: Pair, first: int, count: int = 1) -> None:
 
 
 def lives(pair: Pair) -> set[str]:
+    pair.optimizer.wait()
     return set(pair.optimizer.engine.memory.residence)
 
 
