@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from tidegate.plan.deferral import in_order_of_ids
+from tidegate.plan.deferral import gradient_memory
 from tidegate.plan.gradient_memory import GradientMemory
 from tidegate.plan.plan import Plan
 
@@ -92,7 +92,8 @@ class GradientBuffer:
         """Sets where gradients and deferred slots are during this plan, and resizes the buffer for them."""
         if plan is not self._plan:
             self._plan = plan
-            self._layout = plan.gradient_memory or in_order_of_ids(plan.subgroups, plan.placements)
+            subgroups, placements = plan.subgroups, plan.placements
+            self._layout = plan.gradient_memory or gradient_memory(subgroups, placements, range(len(subgroups)))
         self.resize(self._layout.nbytes)
 
     def address(self, kind: str, number: int) -> int:

@@ -19,7 +19,7 @@ from tidegate.agent.tiers.tier_store import TierStore
 from tidegate.errors import NoPathLeft
 from tidegate.kernels import WeightFormat
 from tidegate.plan import Placement, Plan
-from tidegate.plan.deferral import in_order_of_ids
+from tidegate.plan.deferral import gradient_memory
 from tidegate.plan.ops import D2H, H2D, BufferId, Processor, Residence, is_path
 from tidegate.plan.slot_sizes import WEIGHT_SLOTS, device_slot_bytes, host_slot_bytes, weight_slot_bytes
 
@@ -161,7 +161,7 @@ class StateMemory:
         self._stage(placements)
         if self._all_gradients is not None:
             sizes = [layout.subgroup() for layout in self.layouts]
-            self._all_gradients.resize(in_order_of_ids(sizes, placements).nbytes)
+            self._all_gradients.resize(gradient_memory(sizes, placements, range(len(sizes))).nbytes)
 
     def _stage(self, placements: Sequence[Placement]) -> None:
         for s in [s for s in self._allocated_ahead if placements[s].after != "device"]:

@@ -118,7 +118,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Waits for the end of the update. With `overlap_forward` or deferred flushes, `step()` returns before."""
         with self.phases.exposed():
             self._step_results.wait_for_update()
-        self._step_results.deliver()
+        self._step_results.deliver(background=True)  # else it was delivered at the end of step()
 
     @property
     def _in_background(self) -> bool:

@@ -112,7 +112,7 @@ class Optimizer(OffloadedOptimizer):
                 if self.engine.num_updates_begun != num_begun:
                     self.engine.fail_uncounted_step(error)
                 raise
-            self._step_results.deliver()
+            self._step_results.deliver(background=self._in_background)
             for boundary in tuple(self.boundaries):
                 boundary(self.num_steps + 1)
         return loss

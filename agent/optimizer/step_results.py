@@ -63,14 +63,15 @@ class StepResultQueue:
         self._ended_phases.append(replace(self._phases.end_step(), logged=self._logged))
         self._logged = {}
 
-    def deliver(self) -> None:
-        """Calls the observers for each step whose update has ended, with the result and the phases of the step. If the
-        update has ended later than the last of these phases, they get the phases of the next step so far as
-        `StepPhases.tail`."""
+    def deliver(self, *, background: bool) -> None:
+        """Calls the observers for each step whose update has ended, with the result and the phases of the step.
+
+        background: whether an update may have continued during the phases of the next step. If so, the phases of the
+        last step get these phases as `StepPhases.tail`.
+        """
         while self._results and self._ended_phases:
             result, phases = self._results.popleft(), self._ended_phases.popleft()
-            ended = max((span.end for span in result.spans), default=0.0)
-            if not self._ended_phases and ended > phases.spans[-1].end:
+            if background and not self._ended_phases:
                 phases = replace(phases, tail=self._phases.so_far())
             for observe in tuple(self.observers):
                 observe(result, phases)

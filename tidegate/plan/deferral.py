@@ -94,12 +94,6 @@ def gradient_memory(
     return GradientMemory(sizes, tuple(slots[: len(weights)]), tuple(slots[len(weights) :]))
 
 
-def in_order_of_ids(subgroups: Sequence[Subgroup], placements: Sequence[Placement]) -> GradientMemory:
-    """The layout without deferred slots."""
-    with_buffer = [s for s, placement in zip(subgroups, placements, strict=True) if placement.has_gradient_buffer]
-    return GradientMemory(tuple((s.id, gradient_buffer_bytes(s)) for s in with_buffer))
-
-
 def _fits(placements: Sequence[Placement], subgroups: Sequence[Subgroup], update_order: Sequence[int]) -> bool:
     """Whether each deferred subgroup has a deferred slot over gradients that are used early enough before its own
     (`UPDATES_AHEAD`)."""

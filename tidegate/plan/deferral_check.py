@@ -60,44 +60,51 @@ def _covered(memory: GradientMemory, slot: DeferredSlot) -> tuple[int, ...]:
     return tuple(i for i, size in memory.sizes if memory.offsets[i] < end and memory.offsets[i] + size > slot.offset)
 
 
-def check_deferred_op(plan: Plan, op: Op) -> None:
-    """Checks that `op` uses the deferred slots of its subgroup if that is deferred, and none otherwise; PlanError with
-    the rule `deferral` if not."""
-    uses = op.kind in STATE_KINDS | WEIGHT_KINDS and plan.placements[op.subgroup].deferred
-    if not uses:
-        if op.deferred_slot is not None or op.covers:
+def check_deferred_ops(plan: Plan) -> None:
+    """Checks that ops of deferred subgroups use the deferred slots of their subgroup, and that no other op uses one;
+    PlanError with the rule `deferral` if not."""
+    slot_of = {op.subgroup: op.deferred_slot for op in plan.of_kind(OpKind.FETCH)}
+    for op in plan.ops:
+        if op.kind in STATE_KINDS | WEIGHT_KINDS and plan.placements[op.subgroup].deferred:
+            _check_slots(plan, op, slot_of.get(op.subgroup))
+        elif op.deferred_slot is not None or op.covers:
             _refuse(f"Op {op.id} ({op.name}) uses no deferred slot.")
-        return
-    memory, number, turn = plan.gradient_memory, op.deferred_slot, op.weight_slot
-    assert memory is not None, "checked before"
-    if number is None or not 0 <= number < len(memory.slots):
-        _refuse(f"Op {op.id} ({op.name}) needs one of the deferred slots 0 to {len(memory.slots) - 1}, has {number}.")
+
+
+def _check_slots(plan: Plan, op: Op, number: int | None) -> None:
+    """Checks the slots of an op of a deferred subgroup. number: the slot into which the state is fetched."""
+    memory, turn = plan.gradient_memory, op.weight_slot
     covers: tuple[int, ...] = ()
+    assert memory is not None, "checked before"
+    if number is None or op.deferred_slot != number or not 0 <= number < len(memory.slots):
+        _refuse(
+            f"Op {op.id} ({op.name}) has the deferred slot {op.deferred_slot}, but its state is fetched into {number}; "
+            f"there are {len(memory.slots)} slots."
+        )
     if op.kind in STATE_KINDS:
-        covers += memory.slots[number].covers
-        if memory.slots[number].nbytes < plan.subgroups[op.subgroup].nbytes("state"):
-            _refuse(f"Op {op.id} ({op.name}) needs a larger slot than {memory.slots[number]}.")
+        covers += _covers_of(op, memory.slots[number], plan.subgroups[op.subgroup].nbytes("state"))
     if op.kind in WEIGHT_KINDS:
         if turn is None or not 0 <= turn < len(memory.weight_slots):
             _refuse(f"Op {op.id} ({op.name}) needs a deferred slot for its weight, has {turn}.")
-        covers += memory.weight_slots[turn].covers
-        if memory.weight_slots[turn].nbytes < plan.subgroups[op.subgroup].nbytes("weight"):
-            _refuse(f"Op {op.id} ({op.name}) needs a larger slot than {memory.weight_slots[turn]}.")
+        covers += _covers_of(op, memory.weight_slots[turn], plan.subgroups[op.subgroup].nbytes("weight"))
     elif turn is not None:
         _refuse(f"Op {op.id} ({op.name}) uses no slot for a weight, has {turn}.")
-    fetch = next((one for one in plan.of_kind(OpKind.FETCH) if one.subgroup == op.subgroup), op)
-    if fetch.deferred_slot != number:
-        _refuse(f"Op {op.id} ({op.name}) uses another deferred slot than op {fetch.id} ({fetch.name}).")
     if op.covers != covers:
         _refuse(f"Op {op.id} ({op.name}) takes the memory of the gradients {covers}, says {op.covers}.")
+
+
+def _covers_of(op: Op, slot: DeferredSlot, nbytes: int) -> tuple[int, ...]:
+    """The gradients below a slot, after the check that `nbytes` fit into the slot."""
+    if slot.nbytes < nbytes:
+        _refuse(f"Op {op.id} ({op.name}) needs {nbytes} bytes, a larger slot than {slot}.")
+    return slot.covers
 
 
 def check_deferred_order(plan: Plan, before: Callable[[int, int], bool]) -> None:
     """Checks that each deferred flush waits for all fetches from its path, which it would slow down; PlanError with the
     rule `deferral` if not. before: whether one op (its id) ends before another begins."""
-    for flush in plan.ops:
-        for fetch in plan.of_kind(OpKind.FETCH) if flush.is_deferred else ():
-            if fetch.path == flush.path and not before(fetch.id, flush.id):
-                _refuse(
-                    f"Op {flush.id} ({flush.name}) is deferred, but does not wait for op {fetch.id} ({fetch.name})."
-                )
+    last = {op.path: op for op in plan.of_kind(OpKind.FETCH)}  # fetches from a path end in order
+    for flush in plan.of_kind(OpKind.FLUSH):
+        fetch = last.get(flush.path)
+        if flush.is_deferred and fetch is not None and not before(fetch.id, flush.id):
+            _refuse(f"Op {flush.id} ({flush.name}) is deferred, but does not wait for op {fetch.id} ({fetch.name}).")

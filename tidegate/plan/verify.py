@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 from tidegate.errors import PlanError
 from tidegate.plan.content_check import check_contents
-from tidegate.plan.deferral_check import check_deferred_op, check_deferred_order, check_gradient_memory
+from tidegate.plan.deferral_check import check_deferred_ops, check_deferred_order, check_gradient_memory
 from tidegate.plan.ops import PATH_NAME, BufferId, Op, OpKind, effects, is_path
 from tidegate.plan.plan import Placement, Plan
 
@@ -41,6 +41,7 @@ def verify(plan: Plan) -> None:
     """Checks that `plan` is correct; PlanError with the violated rule if not. Takes O(ops × lanes) time."""
     _check_placements(plan)
     _check_ops(plan)
+    check_deferred_ops(plan)
     _check_counts(plan)
     before = _happens_before(plan)
     _check_gates(plan, before)
@@ -98,7 +99,6 @@ def _check_ops(plan: Plan) -> None:
         _check_slot(plan, op)
         _check_host_slot(plan, op)
         _check_weight_slot(plan, op)
-        check_deferred_op(plan, op)
         _check_size(plan, op)
 
 
@@ -129,7 +129,7 @@ def _check_host_slot(plan: Plan, op: Op) -> None:
 
 def _check_weight_slot(plan: Plan, op: Op) -> None:
     if op.kind in WEIGHT_KINDS and plan.placements[op.subgroup].deferred:
-        return  # `check_deferred_op`
+        return  # `check_deferred_ops` checks it
     needs_slot = op.kind in WEIGHT_KINDS and plan.placements[op.subgroup].weight_in_slot
     if needs_slot and (op.weight_slot is None or not 0 <= op.weight_slot < plan.num_weight_slots):
         _refuse(

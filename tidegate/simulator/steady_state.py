@@ -95,12 +95,11 @@ class SteadyStep:
     def plan(self, rates: RateCard, step_at: float = 0.0) -> Plan:
         """The plan that the engine would make if `step()` is called `step_at` seconds after the first gradient."""
         rank = self.rank
-        speeds = speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
         return make_plan(
             rank.subgroups, self.placements, num_slots=rank.num_slots, norms=self.norms, host_slots=rank.host_slots,
             grad_on_host_order=rank.gradient_order, order=self.order,
             step_at=rounded_step_delay(step_at) if rank.step_at is None else rank.step_at,
-            rates=PathOpTimes(speeds) if rank.host_slots else None,
+            rates=PathOpTimes(_path_speeds(rank, rates)) if rank.host_slots else None,
         )  # fmt: skip
 
     def work(self) -> Work:
@@ -202,18 +201,23 @@ def steady_steps(rank: Rank, effective: EffectiveKnobs, rates: RateCard) -> list
         tier = TierState(speeds=speeds_of(rates, rank.host_slots), capacity=rank.capacity, retired=rank.retired)
         orders = [step_order(effective, turn) for turn in range(1 + effective.alternate)]
     decided = [next_residences(rank.subgroups, effective, tier, order) for order in orders]
-    placed = [
-        (_placements(rank, step.processors, before.after, step.after), order)
+    steps = [
+        SteadyStep(rank, _placements(rank, step.processors, before.after, step.after), order)
         for order, before, step in zip(orders, [decided[-1], *decided], decided, strict=False)
     ]
-    if rank.idle_seconds and rank.host_slots:
-        speeds = speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
-        most, count = deferrable_bytes(speeds, rank.idle_seconds), len(rank.subgroups)
-        placed = [
-            (with_deferred_flushes(rank.subgroups, placements, in_order(range(count), order), most), order)
-            for placements, order in placed
-        ]
-    return [SteadyStep(rank, placements, order) for placements, order in placed]
+    return [_deferring(step, rates) for step in steps] if rank.idle_seconds and rank.host_slots else steps
+
+
+def _deferring(step: SteadyStep, rates: RateCard) -> SteadyStep:
+    """The step with as many deferred flushes as its paths can do in the idle time after it."""
+    rank, ids = step.rank, in_order(range(len(step.placements)), step.order)
+    most = deferrable_bytes(_path_speeds(rank, rates), rank.idle_seconds)
+    return replace(step, placements=with_deferred_flushes(rank.subgroups, step.placements, ids, most))
+
+
+def _path_speeds(rank: Rank, rates: RateCard) -> Mapping[str, PathSpeeds]:
+    """The speeds by which the engine orders ops on paths."""
+    return speeds_of(rates, rank.host_slots) if rank.path_speeds is None else rank.path_speeds
 
 
 def _placements(
