@@ -284,3 +284,16 @@ def test_a_path_is_blamed_for_what_waits_for_its_slot() -> None:
     spans = tuple(Span(op, OpKind.CPU_UPDATE, lane, op, low, high, 1, 0) for op, lane, low, high in rows)
     found = stalls(Timeline(0, "measured", spans, (PhaseSpan("update", 0.0, 10.0),), {1: (0,), 2: (1,)}))
     assert [(stall.cause, stall.start, stall.end) for stall in found] == [("nvme:write", 0, 4), ("nvme:read", 4, 6)]
+
+
+@pytest.mark.parametrize(("outlives", "expected"), [(OpKind.FLUSH, (0, 1)), (OpKind.WEIGHT_H2D, (0, 1, 2))])
+def test_the_critical_path_has_no_deferred_flush(outlives: OpKind, expected: tuple[int, ...]) -> None:
+    """Only flushes outlive an update that deferred them; another op shows that the update overlaps the forward."""
+    spans = (
+        Span(0, OpKind.FETCH, "nvme:read", 0, 0.0, 1.0, 8, 0),
+        Span(1, OpKind.CPU_UPDATE, "cpu", 0, 1.0, 2.0, 0, 1),
+        Span(2, outlives, "nvme:write" if outlives is OpKind.FLUSH else "h2d", 0, 2.0, 4.0, 8, 0),
+    )
+    phases = (PhaseSpan("update", 0.0, 2.5),)
+    timeline = Timeline(0, "measured", spans, phases, {0: (), 1: (0,), 2: (1,)})
+    assert critical_path(timeline) == expected

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final, Protocol
 
-from tidegate.plan.ops import COMPUTE_LANES
+from tidegate.plan.ops import COMPUTE_LANES, OpKind
 from tidegate.timeline.timeline import DISPATCH, Phase, PhaseSpan, Span, Stall, Timeline
 
 _IN_TIME: Final = attrgetter("start", "end", "op")
@@ -87,12 +87,22 @@ def exposed_waits(timeline: Timeline) -> dict[str, float]:
 
 def critical_path(timeline: Timeline) -> tuple[int, ...]:
     """The critical path: ids of the ops that decided when the step ended, first to last. Each op was the last one that
-    the next op waited for."""
-    if not timeline.spans:
+    the next op waited for. Deferred flushes are not on it."""
+    spans = _without_deferred(timeline)
+    if not spans:
         return ()
-    last = max(timeline.spans, key=lambda span: (span.end, span.op))
-    blockers = _Blockers(timeline.spans, timeline.deps)
-    return tuple(span.op for span in blockers.chain(last))[::-1]
+    last = max(spans, key=lambda span: (span.end, span.op))
+    return tuple(span.op for span in _Blockers(spans, timeline.deps).chain(last))[::-1]
+
+
+def _without_deferred(timeline: Timeline) -> Sequence[Span]:
+    """The spans for which the step waited: if only flushes ended after the update, they are deferred and left out.
+    Where other ops end later, too, the whole update overlaps with the next forward."""
+    window = timeline.window("update")
+    late = [] if window is None else [span for span in timeline.spans if span.end > window[1]]
+    if not late or any(span.kind is not OpKind.FLUSH for span in late):
+        return timeline.spans
+    return [span for span in timeline.spans if window is not None and span.end <= window[1]]
 
 
 def split_by_phase(span: Interval, phases: Sequence[PhaseSpan]) -> dict[Phase, float]:
