@@ -11,6 +11,7 @@ import torch
 import tidegate
 from tests.agent.engine.test_exactness import FAST
 from tests.services import until
+from tidegate.plan.ops import D2H
 
 KEEPING = tidegate.Offload(stride="off", subgroup_numel=400, emulated=FAST, cpu_threads=1)
 WIDTH = 20
@@ -34,6 +35,7 @@ def trained(
             optimizer.zero_grad()
             run(torch.ones(3, WIDTH)).square().mean().backward()
             until(lambda: len(executor.done_early()) == len(optimizer.engine.layouts), "early copies")
+            executor.wait_until_ready_ops_issued((D2H,))  # a copy that has only begun may read what `after` writes
             after(model)
             optimizer.step()
         report = attachment.recorder.totals.last
