@@ -37,14 +37,16 @@ class StepDelay:
 class IdleTime:
     """Estimate of the time from the end of `step()` to the next gradient, in which storage paths are idle.
 
-    The estimate is the median of the last steps, rounded down to a power of the fourth root of two. It is replaced only
-    when the median differs clearly, because each new estimate needs a new plan.
+    The estimate is the median of the last steps, rounded down to a power of the eighth root of two. It is replaced only
+    when the median is smaller, or clearly larger, because each new estimate needs a new plan.
     """
 
     STEPS: Final = 5
     """Number of steps in the median. There is no estimate before so many steps."""
     LEAST_SECONDS: Final = 0.002
     """Shorter times count as none."""
+    GROWTH: Final = 1.25
+    """The estimate is replaced when the median is so many times as large."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -76,8 +78,8 @@ class IdleTime:
         typical = median(self._measured)
         if typical < self.LEAST_SECONDS:
             self.seconds = 0.0
-        elif not self.seconds <= typical < 1.5 * self.seconds:
-            self.seconds = 2.0 ** (math.floor(4 * math.log2(typical)) / 4)
+        elif not self.seconds <= typical < self.GROWTH * self.seconds:
+            self.seconds = 2.0 ** (math.floor(8 * math.log2(typical)) / 8)
 
 
 class StablePathSpeeds:

@@ -135,13 +135,26 @@ def test_ops_that_meet_are_never_in_progress_at_once(plan: Plan, random: Random)
     test_verify_paths.test_ops_that_meet_are_never_in_progress_at_once.hypothesis.inner_test(plan, random)  # type: ignore[attr-defined]
 
 
-def test_the_last_updates_are_deferred_as_far_as_the_path_can_write_meanwhile() -> None:
-    groups, each = fp32(20), 2 * PAGES * 8
-    for count in range(4):
-        placed = with_deferred_flushes(groups, [ON_PATH] * 20, range(20), {"nvme": count * each + each // 2})
-        assert deferred_ids(placed) == list(range(20))[20 - count :]
-        back = with_deferred_flushes(groups, [ON_PATH] * 20, range(20)[::-1], {"nvme": count * each})
-        assert deferred_ids(back) == list(range(count))
+EVENLY = [(0, []), (1, [29]), (2, [14, 29]), (3, [9, 19, 29]), (5, [7, 11, 17, 23, 29]), (6, [7, 9, 14, 19, 24, 29])]
+
+
+@pytest.mark.parametrize(("count", "expected"), EVENLY)
+def test_as_many_as_the_path_can_write_meanwhile_are_deferred_evenly_spread(count: int, expected: list[int]) -> None:
+    """The last update is one of them; where memory is not free yet, a later one takes the turn."""
+    groups, each = fp32(30), 2 * PAGES * 8
+    placed = with_deferred_flushes(groups, [ON_PATH] * 30, range(30), {"nvme": count * each})
+    assert deferred_ids(placed) == expected
+    back = with_deferred_flushes(groups, [ON_PATH] * 30, range(30)[::-1], {"nvme": count * each + each // 2})
+    assert sorted(29 - i for i in deferred_ids(back))[-1:] == expected[-1:]
+    assert len(deferred_ids(back)) == count
+
+
+def test_each_path_gets_what_it_can_write() -> None:
+    groups, each = fp32(30), 2 * PAGES * 8
+    placements = [ON_PATH, replace(ON_PATH, before="pfs", after="pfs")] * 15
+    placed = with_deferred_flushes(groups, placements, range(30), {"nvme": 3 * each, "pfs": 2 * each})
+    assert [i for i in deferred_ids(placed) if i % 2 == 0] == [8, 18, 28]
+    assert [i for i in deferred_ids(placed) if i % 2] == [13, 29]
 
 
 def test_no_more_are_deferred_than_used_gradients_have_room_for() -> None:

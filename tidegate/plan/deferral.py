@@ -1,21 +1,23 @@
 """Deferred flushes: which subgroups are flushed after `step()` has returned, and where their state waits.
 
 Between the end of `step()` and the first gradient of the next backward, the disks are idle, and the memory for
-gradients is free. So the state of the last subgroups is fetched into memory of used gradients (`GradientMemory`)
-instead of a host slot, updated there, and flushed beside the next forward.
+gradients is free. So the state of some subgroups is fetched into memory of used gradients (`GradientMemory`) instead of
+a host slot, updated there, and flushed beside the next forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from tidegate.plan.gradient_memory import (
     DEFERRED_WEIGHT_SLOTS,
+    DeferredSlot,
+    DeferredSlotMaker,
     GradientMemory,
     gradient_buffer_bytes,
-    slots_over,
 )
 from tidegate.plan.ops import Subgroup, is_path
 from tidegate.plan.plan import Placement
@@ -41,26 +43,24 @@ def with_deferred_flushes(
     update_order: Sequence[int],
     most_bytes: Mapping[str, int],
 ) -> tuple[Placement, ...]:
-    """The placements, with `deferred` set for the last subgroups in the order of updates that can be flushed after the
-    step.
+    """The placements, with `deferred` set for the subgroups that are flushed after the step.
+
+    They are spread evenly over the update: each path then has reads and writes in the same proportion all the time,
+    which takes less time than first both and then only reads. The last update is one of them, because `step()` would
+    wait for its flush.
 
     update_order: all subgroup ids. most_bytes: bytes that each path can write between `step()` and the next gradient;
     0 where absent. There are fewer deferred subgroups if the memory of used gradients is too small for them.
     """
-    left, deferred = dict(most_bytes), list[int]()
-    for i in reversed(update_order):
-        size = subgroups[i].nbytes("state")
-        if _may_be_deferred(placements[i]) and left.get(placements[i].after, 0) >= size:
-            left[placements[i].after] -= size
-            deferred.insert(0, i)
-    least, most = 0, len(deferred)
-    while least < most:  # finds the largest number of deferred subgroups whose state has room
-        count = (least + most + 1) // 2
-        if _fits(_marked(placements, deferred[-count:]), subgroups, update_order):
-            least = count
-        else:
-            most = count - 1
-    return _marked(placements, deferred[-least:] if least else ())
+    candidates = [i for i in update_order if _may_be_deferred(placements[i])]
+    states = [(i, placements[i].after, subgroups[i].nbytes("state")) for i in candidates]
+    most = {path: float(nbytes) for path, nbytes in most_bytes.items()}
+    while True:
+        wanted = _evenly_spread(states, most)
+        deferred = set(_with_room(candidates, wanted, subgroups, placements, update_order))
+        if len(deferred) == len(wanted):
+            return tuple(replace(p, deferred=i in deferred) for i, p in enumerate(placements))
+        most = {path: nbytes * len(deferred) / len(wanted) for path, nbytes in most.items()}
 
 
 def _may_be_deferred(placement: Placement) -> bool:
@@ -68,9 +68,65 @@ def _may_be_deferred(placement: Placement) -> bool:
     return placement.processor == "cpu" and on_paths and not placement.grad_in_slot
 
 
-def _marked(placements: Sequence[Placement], deferred: Sequence[int]) -> tuple[Placement, ...]:
-    wanted = set(deferred)
-    return tuple(replace(p, deferred=True) if i in wanted else p for i, p in enumerate(placements))
+def _evenly_spread(states: Sequence[tuple[int, str, int]], most_bytes: Mapping[str, float]) -> set[int]:
+    """Chooses some of these states, evenly spread, and so that the last one is among them.
+
+    states: the subgroup, the path to which it goes, and the bytes of each state, in the order of updates. most_bytes:
+    of the chosen states, by path.
+    """
+    totals: Counter[str] = Counter()
+    for _, path, nbytes in states:
+        totals[path] += nbytes
+    chosen, chosen_bytes, passed = set[int](), Counter[str](), Counter[str]()
+    for i, path, nbytes in reversed(states):
+        most = min(most_bytes.get(path, 0.0), totals[path])
+        if chosen_bytes[path] + nbytes <= most and chosen_bytes[path] * totals[path] <= passed[path] * most:
+            chosen.add(i)
+            chosen_bytes[path] += nbytes
+        passed[path] += nbytes
+    return chosen
+
+
+def _with_room(
+    candidates: Sequence[int],
+    wanted: Collection[int],
+    subgroups: Sequence[Subgroup],
+    placements: Sequence[Placement],
+    update_order: Sequence[int],
+) -> Iterator[int]:
+    """The subgroups of `wanted`, as far as there is a deferred slot for each of them over gradients that are used early
+    enough before its own (`UPDATES_AHEAD`). Where there is none yet, a later candidate takes the turn."""
+    gradients = _gradients(subgroups, placements, update_order)
+    turns = {i: turn for turn, (i, _) in enumerate(gradients)}
+    slots = DeferredSlotMaker(gradients)
+    weights_end = sum(len(slot.covers) for slot in _weight_slots(slots, subgroups, candidates))
+    waiting = 0
+    for i in candidates:
+        waiting += i in wanted
+        used = turns[i] + 1 - UPDATES_AHEAD
+        if waiting and used >= weights_end and slots.take(whole_pages(subgroups[i].nbytes("state")), before=used):
+            waiting -= 1
+            yield i
+
+
+def _gradients(
+    subgroups: Sequence[Subgroup], placements: Sequence[Placement], update_order: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """The subgroups with a gradient in host memory, and the bytes of it, in the order in which the gradients lie: first
+    those of subgroups whose state comes from a path and goes to a path, in the order of updates."""
+    with_buffer = [i for i in update_order if placements[i].has_gradient_buffer]
+    passing = [i for i in with_buffer if is_path(placements[i].before) and "host" != placements[i].after]
+    others = [i for i in with_buffer if i not in set(passing)]
+    return tuple((i, gradient_buffer_bytes(subgroups[i])) for i in (*passing, *others))
+
+
+def _weight_slots(
+    slots: DeferredSlotMaker, subgroups: Sequence[Subgroup], deferred: Sequence[int]
+) -> tuple[DeferredSlot, ...]:
+    """Deferred slots for the weights of these subgroups; fewer if the gradients do not suffice."""
+    nbytes = max((whole_pages(subgroups[i].nbytes("weight")) for i in deferred), default=0)
+    made = [slots.take(nbytes) for _ in deferred[:DEFERRED_WEIGHT_SLOTS]]
+    return tuple(slot for slot in made if slot is not None)
 
 
 def gradient_memory(
@@ -78,29 +134,12 @@ def gradient_memory(
 ) -> GradientMemory:
     """The layout of the host memory for gradients in a step with these placements.
 
-    Gradients of subgroups whose state comes through a host slot lie first, then those of deferred subgroups, both in
-    the order of updates (`update_order`): deferred slots take them in this order. The gradients of all others follow.
+    Gradients of subgroups whose state passes from a path to a path lie first, in the order of updates (`update_order`):
+    deferred slots take them in this order. The gradients of all others follow.
     """
-    first = [i for i in update_order if placements[i].uses_host_slot and is_path(placements[i].before)]
+    gradients = _gradients(subgroups, placements, update_order)
     deferred = [i for i in update_order if placements[i].deferred]
-    turns = {i: turn for turn, i in enumerate([*first, *deferred])}
-    with_buffer = [i for i in update_order if placements[i].has_gradient_buffer]
-    lying = sorted(with_buffer, key=lambda i: turns.get(i, len(turns)))
-    sizes = tuple((i, gradient_buffer_bytes(subgroups[i])) for i in lying)
-    weight = max((whole_pages(subgroups[i].nbytes("weight")) for i in deferred), default=0)
-    weights = [weight] * min(DEFERRED_WEIGHT_SLOTS, len(deferred))
-    states = [whole_pages(subgroups[i].nbytes("state")) for i in deferred]
-    slots = slots_over(sizes, [*weights, *states])
-    return GradientMemory(sizes, tuple(slots[: len(weights)]), tuple(slots[len(weights) :]))
-
-
-def _fits(placements: Sequence[Placement], subgroups: Sequence[Subgroup], update_order: Sequence[int]) -> bool:
-    """Whether each deferred subgroup has a deferred slot over gradients that are used early enough before its own
-    (`UPDATES_AHEAD`)."""
-    memory = gradient_memory(subgroups, placements, update_order)
-    deferred = [i for i in update_order if placements[i].deferred]
-    place = {i: place for place, (i, _) in enumerate(memory.sizes)}
-    if len(memory.slots) < len(deferred):
-        return False
-    ends = [place[memory.weight_slots[-1].covers[-1]], *(place[slot.covers[-1]] for slot in memory.slots)]
-    return all(end + UPDATES_AHEAD <= place[i] for end, i in zip(ends, [deferred[0], *deferred], strict=True))
+    slots = DeferredSlotMaker(gradients)
+    weights = _weight_slots(slots, subgroups, deferred)
+    states = [slots.take(whole_pages(subgroups[i].nbytes("state"))) for i in deferred]
+    return GradientMemory(gradients, weights, tuple(slot for slot in states if slot is not None))

@@ -60,21 +60,28 @@ def gradient_buffer_bytes(subgroup: Subgroup) -> int:
     return whole_pages(subgroup.nbytes("gradient"))
 
 
-def slots_over(sizes: Sequence[tuple[int, int]], wanted: Sequence[int]) -> list[DeferredSlot]:
-    """Deferred slots of at least `wanted` bytes, one after the other over these gradients from the first one on. Fewer
-    slots if the gradients do not suffice.
+class DeferredSlotMaker:
+    """Makes deferred slots, one after the other, over these gradients from the first one on.
 
-    sizes: id of the subgroup and bytes of each gradient.
+    sizes: id of the subgroup and bytes of each gradient, in the order in which the gradients lie.
     """
-    slots: list[DeferredSlot] = []
-    offset, place = 0, 0
-    for nbytes in wanted:
-        first, room, taken = offset, 0, place
-        while room < nbytes and taken < len(sizes):
-            room += sizes[taken][1]
-            taken += 1
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        self._sizes = sizes
+        self._offset, self._taken = 0, 0
+
+    def take(self, nbytes: int, before: int | None = None) -> DeferredSlot | None:
+        """The next slot, of `nbytes`; None, with nothing taken, if the gradients do not suffice.
+
+        before: how many gradients from the first one on may be taken; None for all.
+        """
+        limit = len(self._sizes) if before is None else before
+        room, end = 0, self._taken
+        while room < nbytes and end < limit:
+            room += self._sizes[end][1]
+            end += 1
         if room < nbytes:
-            break
-        slots.append(DeferredSlot(first, nbytes, tuple(subgroup for subgroup, _ in sizes[place:taken])))
-        offset, place = offset + room, taken
-    return slots
+            return None
+        slot = DeferredSlot(self._offset, nbytes, tuple(subgroup for subgroup, _ in self._sizes[self._taken : end]))
+        self._offset, self._taken = self._offset + room, end
+        return slot

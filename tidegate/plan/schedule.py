@@ -99,15 +99,15 @@ def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[OpKey, tuple[Op
     turns = sorted(work.tasks, key=lambda task: task.origin)
     order = [*work.early, *work.squares, work.norm, *_ops(turns)]
     keys = [_key(op) for op in order]
-    fetches: defaultdict[str | None, list[OpKey]] = defaultdict(list)
+    in_step: defaultdict[str | None, list[OpKey]] = defaultdict(list)
     for op in order:
-        if op.kind is OpKind.FETCH:
-            fetches[op.path].append(_key(op))
+        if op.path is not None and not op.is_deferred:
+            in_step[op.path].append(_key(op))
     needs: dict[OpKey, tuple[OpKey, ...]] = {}
     for op, key, found in zip(order, keys, hazards(order, num_subgroups, norms), strict=True):
         # A spilled gradient goes into the same staging slot as its state.
         slot = ((OpKind.STATE_H2D, key[1]),) if key[0] is OpKind.GRAD_H2D else ()
-        before = fetches[op.path] if op.is_deferred else ()
+        before = in_step[op.path] if op.is_deferred else ()
         needs[key] = (*slot, *before, *(keys[i] for i in found))
     return needs
 

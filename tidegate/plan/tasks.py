@@ -22,14 +22,12 @@ class StateOrigin(IntEnum):
     those of the task with the lower number run first, so that host slots become free early."""
 
     PATH = 0
-    """The state comes from a path, through a host slot."""
+    """The state comes from a path, through a host slot or a deferred slot."""
     PATH_TO_HOST = 1
     """The state comes from a path and stays in host memory; the task needs no host slot."""
-    DEFERRED = 2
-    """The state comes from a path, through a deferred slot, whose memory updates of the origin `PATH` set free."""
-    DEVICE = 3
+    DEVICE = 2
     """The state goes from the device to a path, through a host slot."""
-    HOST = 4
+    HOST = 3
     """All other tasks: the state is on the host or the device, and the task waits for no path and no host slot."""
 
 
@@ -163,7 +161,7 @@ def _task(subgroup: Subgroup, placement: Placement, host_slot: int | None, defer
     comes_from_path = is_path(placement.before)
     if placement.deferred:
         ops = tuple(_deferred_ops(subgroup, placement, next(deferred)))
-        return Task(StateOrigin.DEFERRED, placement.pool, on_cpu=True, stays=False, ops=ops)
+        return Task(StateOrigin.PATH, placement.pool, on_cpu=True, stays=False, ops=ops)
     if placement.uses_host_slot:
         origin = StateOrigin.PATH if comes_from_path else StateOrigin.DEVICE
     else:
