@@ -1,10 +1,12 @@
 """Claim: the time of an update under other knobs can be predicted from one calibration of the machine, before the
 change.
 
-The bench calibrates as `tidegate calibrate` does. Then it runs configurations that are drawn with a seed, in
-interleaved rounds, and compares the typical update time of each with the model's prediction. The model gets sizes,
-knobs, the length of the backward, the order in which gradients arrive, and the path speeds with which the engine makes
-its plans, but never the rates of the emulated device.
+The bench calibrates as `tidegate calibrate` does, and runs configurations that are drawn with a seed, in interleaved
+rounds. It compares the typical update time of each with the model's prediction. The model gets sizes, knobs, the length
+of the backward, the order in which gradients arrive, and the path speeds with which the engine makes its plans, but
+never the rates of the emulated device, and no time of an update. Rounds of the calibration and of the configurations
+take turns, because the speed of a virtual machine's memory changes by tens of percent within minutes: both meet the
+same speeds.
 
 CPU updates, norms, memory, and reads and writes of storage (past the page cache) are real; copies to the device and
 updates on it are emulated. If the busiest resource of a configuration is emulated, its row shows that the model follows
@@ -32,6 +34,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -71,33 +74,67 @@ CALIBRATION_ROUNDS = 12
 varies from minute to minute."""
 
 
-def measure(
-    kinds: dict[Kind, Training], choices: list[Choice], rounds: int, counted: int, options: argparse.Namespace
-) -> list[list[list[Measured]]]:
-    """Measures all configurations (`choices`). Returns, for each configuration and each round, the list of its
-    `counted` measured updates. Every round runs all of them, so that other load on the machine affects all alike."""
-    found: list[list[list[Measured]]] = [[] for _ in choices]
-    end = time.monotonic() + options.seconds
-    for number in range(rounds):
-        if number >= 2 and time.monotonic() > end:
-            break
-        for place, choice in enumerate(choices):
-            training = kinds[choice.kind]
+class Rounds:
+    """Measures all configurations (`choices`), round by round. Every round runs all of them, so that other load on the
+    machine affects all alike.
+
+    counted: measured updates of each configuration in a round.
+    """
+
+    def __init__(
+        self, kinds: dict[Kind, Training], choices: list[Choice], counted: int, options: argparse.Namespace
+    ) -> None:
+        self._kinds, self._choices, self._counted, self._options = kinds, choices, counted, options
+        self._seconds = 0.0
+        self.found: list[list[list[Measured]]] = [[] for _ in choices]
+        """For each configuration and each round, the list of its measured updates."""
+
+    @property
+    def done(self) -> int:
+        """Number of rounds so far."""
+        return len(self.found[0])
+
+    def measure(self) -> None:
+        """Measures one round. Does nothing after two rounds or more that took the time given."""
+        if self.done >= 2 and self._seconds > self._options.seconds:
+            return
+        began = time.monotonic()
+        for place, choice in enumerate(self._choices):
+            training = self._kinds[choice.kind]
             training.turn(choice.knobs)
             for _ in range(SETTLING):
-                training.step(options.backward)
-            found[place].append([training.step(options.backward) for _ in range(counted)])
-        _say(options, f"round {number + 1}")
-    return found
+                training.step(self._options.backward)
+            self.found[place].append([training.step(self._options.backward) for _ in range(self._counted)])
+        self._seconds += time.monotonic() - began
+        _say(self._options, f"round {self.done}")
+
+
+def calibrated(
+    paths: dict[str, PathSettings], device: EmulatedDevice, rounds: Rounds, options: argparse.Namespace
+) -> RateCard:
+    """Calibrates, and measures the configurations meanwhile: `options.rounds` rounds, evenly spread over the rounds of
+    the calibration."""
+    turns = count()
+
+    def after_round() -> None:
+        turn = next(turns)
+        for _ in range((turn + 1) * options.rounds // CALIBRATION_ROUNDS - turn * options.rounds // CALIBRATION_ROUNDS):
+            rounds.measure()
+
+    return calibrate.calibrate(
+        paths, device=device, cpu_threads=options.threads, rounds=CALIBRATION_ROUNDS, after_round=after_round
+    ).card
 
 
 def measured_again(kinds: dict[Kind, Training], rows: list[Row], options: argparse.Namespace) -> tuple[list[Row], int]:
     """Measures again the row with the shortest predicted update, and the rows with the shortest measured updates.
     Returns these rows with new times, and the number of counted updates of each."""
     few = list({id(row): row for row in [picked(rows), *sorted(rows, key=lambda row: row.measured)[:RIVALS]]}.values())
-    times = measure(kinds, [row.choice for row in few], RIVAL_ROUNDS, RIVAL_COUNTED, options)
-    again = [replace(row, measured=typical_seconds(found)) for row, found in zip(few, times, strict=True)]
-    return again, RIVAL_COUNTED * len(times[0])
+    rounds = Rounds(kinds, [row.choice for row in few], RIVAL_COUNTED, options)
+    for _ in range(RIVAL_ROUNDS):
+        rounds.measure()
+    again = [replace(row, measured=typical_seconds(found)) for row, found in zip(few, rounds.found, strict=True)]
+    return again, RIVAL_COUNTED * rounds.done
 
 
 def row_of(choice: Choice, training: Training, turns: list[list[Measured]], card: RateCard) -> Row:
@@ -210,22 +247,18 @@ def bench(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], li
             for kind in by_kind(choices)
         }
         _say(options, "calibrating")
+        rounds = Rounds(trainings, choices, COUNTED, options)
         with closing(EmulatedDevice(1 << 30, paced)) as device:
-            card = calibrate.calibrate(
-                paths,
-                device=device,
-                cpu_threads=options.threads,
-                rounds=CALIBRATION_ROUNDS,
-            ).card
-        measured = measure(trainings, choices, options.rounds, COUNTED, options)
+            card = calibrated(paths, device, rounds, options)
         rows = [
-            row_of(choice, trainings[choice.kind], times, card) for choice, times in zip(choices, measured, strict=True)
+            row_of(choice, trainings[choice.kind], times, card)
+            for choice, times in zip(choices, rounds.found, strict=True)
         ]
         real = [row for row in rows if not row.emulated]
         rivals, updates = measured_again(trainings, real, options) if len(real) > 1 else ([], 0)
     return {
         **result(rows, rivals, updates),
-        "updates_of_each": COUNTED * len(measured[0]),
+        "updates_of_each": COUNTED * rounds.done,
         "bench_seconds": round(time.monotonic() - began, 1),
         "parameters": numel,
         "backward_seconds": options.backward,

@@ -4,8 +4,8 @@ DeepSpeed is ZeRO-3 with `offload_optimizer: nvme`, pipelined in both directions
 DeepSpeed train the same fp32 model, each in its own process, on the same disk, past the page cache, with buffers in
 huge pages; a third process trains it with Tidegate in bf16 with remainders. Rounds are interleaved. Each round also
 runs fio and Tidegate's native direct I/O alone, with the block size, the queue depth and the share of reads of
-Tidegate's update, because disks of virtual machines are throttled in bursts. An update reads more than it writes: its
-last flushes go on beside the next forward. So each round runs two iterations of a training, and measures the second.
+Tidegate's update, because disks of virtual machines are throttled in bursts. An update reads more than it writes: some
+of its flushes go on beside the next forward. So each round runs two iterations of a training, and measures the second.
 
 Every process has weights and gradients in host memory. With a GPU they would be in its memory; here the device is
 emulated, so that the results say nothing about a GPU. The memory budget (`budget`) is for staging buffers and cache:

@@ -71,6 +71,7 @@ def calibrate(
     op_bytes: int = OP_BYTES,
     rounds: int = ROUNDS,
     progress: Progress = lambda _: None,
+    after_round: Callable[[], None] = lambda: None,
 ) -> Calibration:
     """Measures CPU and paths, and the GPU if there is one. Hardware that is missing gets no rate, and is not emulated.
 
@@ -88,6 +89,7 @@ def calibrate(
         on each path and, with a device, the state of up to NUMEL parameters.
     rounds: number of rounds, of which medians are taken.
     progress: called with the name of the next measurement.
+    after_round: called after each round. What it measures has met the same load of the machine.
 
     Raises ConfigError if host memory does not suffice or a path is an address of an object store, and PathUnusable or
     PathFull for a directory that cannot hold the state.
@@ -128,6 +130,7 @@ def calibrate(
                 d2h = measured[-1].alone[D2H].rate
                 steps += engine_steps(device, _step_numel(device, numel), threads, d2h, {})
                 steps += engine_steps(device, bounded_numel, threads, d2h, settings) if settings else []
+            after_round()
         progress("ops that do nothing")
         overhead = op_overhead_seconds(list(settings))
         card = replace(_card(*medians(measured), list(settings)), overhead_seconds=overhead)

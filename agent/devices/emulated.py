@@ -63,6 +63,7 @@ class Arena:
         self.capacity_bytes = capacity_bytes
         self.blocks: list[tuple[int, int]] = []
         """Allocated (offset, size), sorted."""
+        self.in_use_bytes = 0
 
     def alloc(self, nbytes: int) -> int | None:
         """Address of a new block; None when there is no gap of this size."""
@@ -75,6 +76,7 @@ class Arena:
         if offset + size > self.capacity_bytes:
             return None
         insort(self.blocks, (offset, size))
+        self.in_use_bytes += size
         fill(self.base + offset, POISON, size)
         return self.base + offset
 
@@ -85,11 +87,8 @@ class Arena:
         if index is None:
             raise DeviceAccessError(f"Address {address:#x} was not allocated on this device, or is freed already.")
         _, size = self.blocks.pop(index)
+        self.in_use_bytes -= size
         fill(address, POISON, size)
-
-    @property
-    def in_use_bytes(self) -> int:
-        return sum(size for _, size in self.blocks)
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether one allocated block contains all of the `nbytes` bytes that begin at `address`."""

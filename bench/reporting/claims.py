@@ -180,7 +180,7 @@ TIERED_UPDATE: Final = Claim(
         "quarters and 2.47 with eighths in an earlier run, which had four and six host slots instead of three; 2.22, "
         "2.27 and 2.33 before that, when cached subgroups had mirrors of their weights, too). That is the ratio if "
         "both run at the speed of the disk. It can be higher where DeepSpeed does not reach this speed, and because "
-        "Tidegate's last flushes go on beside the next forward.",
+        "some of Tidegate's flushes go on beside the next forward.",
         "In runs with a figure for the simulator, each round makes two iterations and measures the second. fio and our "
         "direct I/O have the share of reads of Tidegate's update; before, they read as much as they wrote, and no "
         "flush was deferred. A deferred flush overlaps with no update, so that the overlap is lower.",
@@ -211,8 +211,8 @@ ITERATION: Final = Claim(
     kind=_subgroups,
     notes=(
         "Both sum the squares of gradients as they arrive. In older runs Tidegate did so in its update.",
-        "With storage, Tidegate's last flushes go on beside the next forward. So each round makes two iterations, and "
-        "measures the second: it has the flushes of the one before it. In older runs no flush was deferred.",
+        "With storage, some of Tidegate's flushes go on beside the next forward. So each round makes two iterations, "
+        "and measures the second: it has the flushes of the one before it. In older runs no flush was deferred.",
     ),
 )  # fmt: skip
 

@@ -115,9 +115,9 @@ def _gradients(
     """The subgroups with a gradient in host memory, and the bytes of it, in the order in which the gradients lie: first
     those of subgroups whose state comes from a path and goes to a path, in the order of updates."""
     with_buffer = [i for i in update_order if placements[i].has_gradient_buffer]
-    passing = [i for i in with_buffer if is_path(placements[i].before) and "host" != placements[i].after]
-    others = [i for i in with_buffer if i not in set(passing)]
-    return tuple((i, gradient_buffer_bytes(subgroups[i])) for i in (*passing, *others))
+    passing = {i: is_path(placements[i].before) and placements[i].after != "host" for i in with_buffer}
+    lying = sorted(with_buffer, key=lambda i: not passing[i])
+    return tuple((i, gradient_buffer_bytes(subgroups[i])) for i in lying)
 
 
 def _weight_slots(

@@ -35,8 +35,11 @@ def drifted(values: Sequence[float]) -> bool:
     before, last = values[:-PERSISTENT_STEPS], values[-PERSISTENT_STEPS:]
     if len(before) < TYPICAL_STEPS:
         return False
+    lowest, highest = min(last), max(last)
+    if lowest <= (1 + DRIFT) * min(before) and (1 + DRIFT) * highest >= max(before):
+        return False  # whatever the median is: this is the usual case, and runs after every training step
     typical = median(before)
-    return min(last) > (1 + DRIFT) * typical or (1 + DRIFT) * max(last) < typical
+    return lowest > (1 + DRIFT) * typical or (1 + DRIFT) * highest < typical
 
 
 class LiveRates:

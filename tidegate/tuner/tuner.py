@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -237,8 +236,7 @@ class Tuner:
         move = self._timed_search(search) if search is not None else None
         if self._trial is not None:
             return self._continue_trial(self._trial, now)
-        before = self._before(now)
-        if search is None or before is None:
+        if search is None or (before := self._before(now)) is None:
             return None
         if move is None or not self._is_worth(now, move):
             self._wait(min(2 * self._wait_steps, LONGEST_WAIT_STEPS))
@@ -282,9 +280,12 @@ class Tuner:
 
     def _under(self, now: EffectiveKnobs) -> list[float]:
         """Seconds of the last consecutive updates under the knobs `now`."""
-        return [
-            seconds for _, seconds in takewhile(lambda pair: pair[0] is now or pair[0] == now, reversed(self._recent))
-        ][::-1]
+        times = list[float]()
+        for knobs, seconds in reversed(self._recent):
+            if knobs is not now and knobs != now:
+                break
+            times.append(seconds)
+        return times[::-1]
 
     def _before(self, now: EffectiveKnobs) -> list[float] | None:
         """Seconds of the last updates under the knobs `now`, at most OLD_STEPS; None if there are fewer than
