@@ -6,6 +6,8 @@ import contextlib
 import errno
 import logging
 import math
+import os
+import selectors
 import socket
 import sys
 import threading
@@ -30,9 +32,11 @@ CONNECTION_SECONDS = 10.0
 CONNECTION_WAIT_SECONDS: Final = 0.05
 """When all connections are in use: time that a new connection waits for another one to end before the oldest is
 closed."""
-POLL_SECONDS: Final = 0.5
-"""Interval at which the accepting thread checks whether the server must end; also its pause when it could not accept a
-connection."""
+POLL_SECONDS: Final = 2.0
+"""Interval at which the accepting thread checks whether the object whose metrics it serves was garbage-collected, and
+whether a connection is open for too long. Each check takes a core from the training."""
+PAUSE_SECONDS: Final = 0.5
+"""Pause of the accepting thread when it could not accept a connection."""
 
 
 class Exporter:
@@ -65,9 +69,9 @@ class Exporter:
 
     def close(self) -> None:
         """Stops the server."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.end()
         self._thread.join(timeout=5.0)
+        self._server.server_close()
 
 
 def _server(bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float], strict: bool) -> _Server:
@@ -96,6 +100,8 @@ class _Server(ThreadingHTTPServer):
 
     request_queue_size = 16
     """Number of connections that may wait in the kernel. There they take no file descriptor."""
+    timeout = 0.0
+    """Seconds for which `handle_request` waits for a connection."""
 
     def __init__(self, bind: str, port: int, answer: Callable[[bool], bytes], overhead: dict[str, float]) -> None:
         self.answer = weakref.WeakMethod(answer)
@@ -106,15 +112,29 @@ class _Server(ThreadingHTTPServer):
         self._open: dict[socket.socket, float] = {}
         """Open connections, oldest first, with the time (monotonic) at which each began."""
         self._logged_failure = False
+        self._ending = False
+        self._owner = os.getpid()
         self.address_family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         super().__init__((bind, port), _Handler)
 
     def serve(self) -> None:
-        """Accepts connections until the server is shut down, or the owner of `answer` is garbage-collected."""
-        try:
-            self.serve_forever(POLL_SECONDS)
-        except _OwnerCollectedError:
-            self.server_close()
+        """Accepts connections until `end`, or until the owner of `answer` is garbage-collected."""
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self, selectors.EVENT_READ)
+            try:
+                while not self._ending:
+                    if waiting.select(POLL_SECONDS) and not self._ending:
+                        self.handle_request()
+                    self.service_actions()
+            except _OwnerCollectedError:
+                self.server_close()
+
+    def end(self) -> None:
+        """Ends `serve`."""
+        self._ending = True
+        if os.getpid() == self._owner:  # a forked child has the same socket, but not the thread
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accepts a connection. If all connections are in use and none ends within CONNECTION_WAIT_SECONDS, the oldest
@@ -122,13 +142,13 @@ class _Server(ThreadingHTTPServer):
         and the new connection waits in the kernel."""
         if not self._free_connections.acquire(timeout=CONNECTION_WAIT_SECONDS):
             self._disconnect(self._oldest())
-            if not self._free_connections.acquire(timeout=POLL_SECONDS):
+            if not self._free_connections.acquire(timeout=PAUSE_SECONDS):
                 raise OSError(errno.EAGAIN, "all connections of /metrics are busy")
         try:
             accepted = super().get_request()
         except OSError:
             self._free_connections.release()
-            time.sleep(POLL_SECONDS)
+            time.sleep(PAUSE_SECONDS)
             raise
         with self._counting:
             self._open[accepted[0]] = time.monotonic()

@@ -95,51 +95,74 @@ def _with_room(
     update_order: Sequence[int],
 ) -> Iterator[int]:
     """The subgroups of `wanted`, as far as there is a deferred slot for each of them over gradients that are used early
-    enough before its own (`UPDATES_AHEAD`). Where there is none yet, a later candidate takes the turn."""
-    gradients = _gradients(subgroups, placements, update_order)
-    turns = {i: turn for turn, (i, _) in enumerate(gradients)}
-    slots = DeferredSlotMaker(gradients)
-    weights_end = sum(len(slot.covers) for slot in _weight_slots(slots, subgroups, candidates))
-    waiting = 0
+    enough before its own (`UPDATES_AHEAD`). Where there is none yet, a later candidate of the path takes the turn."""
+    layout = _Layout(subgroups, placements, update_order)
+    weights_from = 0
+    for slot in layout.weight_slots(candidates):
+        weights_from = max(weights_from, *(layout.turns[i] + UPDATES_AHEAD for i in slot.covers))
+    waiting: Counter[str] = Counter()
     for i in candidates:
-        waiting += i in wanted
-        used = turns[i] + 1 - UPDATES_AHEAD
-        if waiting and used >= weights_end and slots.take(whole_pages(subgroups[i].nbytes("state")), before=used):
-            waiting -= 1
+        path = placements[i].before
+        waiting[path] += i in wanted
+        if waiting[path] and layout.turns[i] >= weights_from and layout.take(i, UPDATES_AHEAD):
+            waiting[path] -= 1
             yield i
 
 
-def _gradients(
-    subgroups: Sequence[Subgroup], placements: Sequence[Placement], update_order: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """The subgroups with a gradient in host memory, and the bytes of it, in the order in which the gradients lie: first
-    those of subgroups whose state comes from a path and goes to a path, in the order of updates."""
-    with_buffer = [i for i in update_order if placements[i].has_gradient_buffer]
-    passing = {i: is_path(placements[i].before) and placements[i].after != "host" for i in with_buffer}
-    lying = sorted(with_buffer, key=lambda i: not passing[i])
-    return tuple((i, gradient_buffer_bytes(subgroups[i])) for i in lying)
+class _Layout:
+    """The layout of the host memory for gradients, in which deferred slots are made one after the other.
 
+    First come the gradients of subgroups whose state passes from a path to a path, those of each path together and in
+    the order of updates; then the others. A subgroup gets a deferred slot over gradients of its own path, because the
+    updates of another path may be far behind.
+    """
 
-def _weight_slots(
-    slots: DeferredSlotMaker, subgroups: Sequence[Subgroup], deferred: Sequence[int]
-) -> tuple[DeferredSlot, ...]:
-    """Deferred slots for the weights of these subgroups; fewer if the gradients do not suffice."""
-    nbytes = max((whole_pages(subgroups[i].nbytes("weight")) for i in deferred), default=0)
-    made = [slots.take(nbytes) for _ in deferred[:DEFERRED_WEIGHT_SLOTS]]
-    return tuple(slot for slot in made if slot is not None)
+    def __init__(
+        self, subgroups: Sequence[Subgroup], placements: Sequence[Placement], update_order: Sequence[int]
+    ) -> None:
+        self._subgroups, self._placements = subgroups, placements
+        with_buffer = [i for i in update_order if placements[i].has_gradient_buffer]
+        passing = [i for i in with_buffer if is_path(placements[i].before) and placements[i].after != "host"]
+        self.turns = {i: turn for turn, i in enumerate(passing)}
+        """The place in the order of updates of each subgroup whose state passes from a path to a path."""
+        of_path: dict[str, list[int]] = {}
+        for i in passing:
+            of_path.setdefault(placements[i].before, []).append(i)
+        self._place = {i: place for ids in of_path.values() for place, i in enumerate(ids)}
+        others = [i for i in with_buffer if i not in self.turns]
+        lying = [i for ids in (*of_path.values(), others) for i in ids]
+        self.gradients = tuple((i, gradient_buffer_bytes(subgroups[i])) for i in lying)
+        """The subgroups with a gradient in host memory, and the bytes of it, in the order in which they lie."""
+        self._makers: dict[str, DeferredSlotMaker] = {}
+        offset = first = 0
+        for path, ids in of_path.items():
+            mine = self.gradients[first : first + len(ids)]
+            self._makers[path] = DeferredSlotMaker(mine, offset)
+            offset, first = offset + sum(nbytes for _, nbytes in mine), first + len(ids)
+
+    def weight_slots(self, deferred: Sequence[int]) -> tuple[DeferredSlot, ...]:
+        """Makes the deferred slots for the weights of these subgroups; fewer if the gradients do not suffice. To be
+        called before `take`."""
+        nbytes = max((whole_pages(self._subgroups[i].nbytes("weight")) for i in deferred), default=0)
+        maker = next(iter(self._makers.values()), None)
+        made = [maker.take(nbytes) for _ in deferred[:DEFERRED_WEIGHT_SLOTS]] if maker is not None else []
+        return tuple(slot for slot in made if slot is not None)
+
+    def take(self, subgroup: int, ahead: int = 1) -> DeferredSlot | None:
+        """Makes the deferred slot for the state of this subgroup, over gradients that are used at least `ahead` updates
+        of its path before its own; None if they do not suffice."""
+        maker = self._makers[self._placements[subgroup].before]
+        nbytes = whole_pages(self._subgroups[subgroup].nbytes("state"))
+        return maker.take(nbytes, before=self._place[subgroup] + 1 - ahead)
 
 
 def gradient_memory(
     subgroups: Sequence[Subgroup], placements: Sequence[Placement], update_order: Sequence[int]
 ) -> GradientMemory:
-    """The layout of the host memory for gradients in a step with these placements.
-
-    Gradients of subgroups whose state passes from a path to a path lie first, in the order of updates (`update_order`):
-    deferred slots take them in this order. The gradients of all others follow.
-    """
-    gradients = _gradients(subgroups, placements, update_order)
+    """The layout of the host memory for gradients in a step with these placements, with the deferred slots of the
+    deferred subgroups, in the order of updates (`update_order`)."""
+    layout = _Layout(subgroups, placements, update_order)
     deferred = [i for i in update_order if placements[i].deferred]
-    slots = DeferredSlotMaker(gradients)
-    weights = _weight_slots(slots, subgroups, deferred)
-    states = [slots.take(whole_pages(subgroups[i].nbytes("state"))) for i in deferred]
-    return GradientMemory(gradients, weights, tuple(slot for slot in states if slot is not None))
+    weights = layout.weight_slots(deferred)
+    states = [layout.take(i) for i in deferred]
+    return GradientMemory(layout.gradients, weights, tuple(slot for slot in states if slot is not None))

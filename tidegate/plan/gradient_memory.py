@@ -63,19 +63,20 @@ def gradient_buffer_bytes(subgroup: Subgroup) -> int:
 class DeferredSlotMaker:
     """Makes deferred slots, one after the other, over these gradients from the first one on.
 
-    sizes: id of the subgroup and bytes of each gradient, in the order in which the gradients lie.
+    sizes: id of the subgroup and bytes of each gradient, in the order in which the gradients lie. offset: where the
+    first one begins, in bytes.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, sizes: Sequence[tuple[int, int]], offset: int = 0) -> None:
         self._sizes = sizes
-        self._offset, self._taken = 0, 0
+        self._offset, self._taken = offset, 0
 
     def take(self, nbytes: int, before: int | None = None) -> DeferredSlot | None:
         """The next slot, of `nbytes`; None, with nothing taken, if the gradients do not suffice.
 
         before: how many gradients from the first one on may be taken; None for all.
         """
-        limit = len(self._sizes) if before is None else before
+        limit = len(self._sizes) if before is None else min(before, len(self._sizes))
         room, end = 0, self._taken
         while room < nbytes and end < limit:
             room += self._sizes[end][1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
+from tidegate.errors import PlanError
 from tidegate.plan.deferral import gradient_memory
 from tidegate.plan.gradient_memory import DeferredSlot, GradientMemory
 from tidegate.plan.ops import CONTENT_OF, Norms, Op, OpKind, Subgroup, is_path
@@ -86,7 +87,14 @@ def step_work(
     squares = [_op(OpKind.GRAD_NORM, subgroups[i]) for i in gradients] if norms == "gradient" else []
     numel = sum(s.numel for s in subgroups) if norms == "step" else 0
     ids = in_order(range(len(subgroups)), order)
-    memory = gradient_memory(subgroups, placements, ids) if any(p.deferred for p in placements) else None
+    num_deferred = sum(p.deferred for p in placements)
+    memory = gradient_memory(subgroups, placements, ids) if num_deferred else None
+    if memory is not None and len(memory.slots) < num_deferred:
+        raise PlanError(
+            f"{num_deferred} subgroups are deferred, and the gradients used before them have room for "
+            f"{len(memory.slots)}: set deferred=False for the others.",
+            "placement",
+        )
     deferred = iter(_deferred_slots(memory) if memory is not None else ())
     tasks = _with_weight_slots(
         [_task(subgroups[i], placements[i], slots.get(i), deferred) for i in ids], placements, weight_slots

@@ -105,7 +105,7 @@ def test_what_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_connections_that_could_not_be_accepted_leave_room_for_those_that_follow(
     serving: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(exporter, "PAUSE_SECONDS", 0.01)
     failures = iter([OSError(errno.EMFILE, "too many open files")] * (CONNECTIONS + 2))
     accept = socketserver.TCPServer.get_request
 
