@@ -107,7 +107,7 @@ def _needs(work: Work, num_subgroups: int, norms: Norms) -> dict[OpKey, tuple[Op
     for op, key, found in zip(order, keys, hazards(order, num_subgroups, norms), strict=True):
         # A spilled gradient goes into the same staging slot as its state.
         slot = ((OpKind.STATE_H2D, key[1]),) if key[0] is OpKind.GRAD_H2D else ()
-        before = in_step[op.path] if op.is_deferred else ()
+        before = reversed(in_step[op.path]) if op.is_deferred else ()  # those that are done last come first
         needs[key] = (*slot, *before, *(keys[i] for i in found))
     return needs
 
@@ -203,7 +203,7 @@ def _interleaved(
 
     def start_of(queue: _Queue) -> float:
         if queue.ready == math.inf:
-            queue.ready = max([0.0, *(done.get(need, math.inf) for need in needs[_key(queue.ops[0])])])
+            queue.ready = _latest(needs[_key(queue.ops[0])], done)
         start = max(free[queue.lane], queue.ready, fillers.start_from if queue.fills else 0.0)
         return max(start, slots[0] if slots else math.inf) if queue.takes_slot else start
 
@@ -239,6 +239,17 @@ def _interleaved(
         elif op.kind is OpKind.CPU_UPDATE and best is not None:
             fillers.record_update(op, best.fills)
         yield op
+
+
+def _latest(needs: Sequence[OpKey], done: Mapping[OpKey, float]) -> float:
+    """The time at which all of these ops are done; infinite while one of them is not scheduled."""
+    latest = 0.0
+    for need in needs:
+        end = done.get(need, math.inf)
+        if end == math.inf:
+            return end
+        latest = max(latest, end)
+    return latest
 
 
 @dataclass(slots=True)
