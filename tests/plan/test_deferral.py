@@ -17,6 +17,7 @@ from tidegate.errors import PlanError
 from tidegate.plan import Placement, Plan, Subgroup, make_plan, verify
 from tidegate.plan.deferral import UPDATES_AHEAD, deferrable_bytes, gradient_memory, with_deferred_flushes
 from tidegate.plan.gradient_memory import GradientMemory
+from tidegate.plan.path_times import PathOpTimes
 from tidegate.plan.slot_sizes import PAGE_BYTES
 from tidegate.plan.tier_split import PathSpeeds
 from tidegate.simulator.simulate import simulate, update_seconds
@@ -239,6 +240,37 @@ def test_the_simulated_step_ends_before_them() -> None:
     assert update.end == max(end for op, end in ends.items() if op not in plan.deferred_flushes)
     assert update.end < max(ends.values())
     assert update_seconds(plan, card, step_at=0.01) == pytest.approx(update.end - update.start)
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "shares_time", "gain"),
+    [(3e9, 2e9, False, 1.04), (6e9, 3e9, False, 1.04), (3e9, 3e9, False, 0.999), (2.4e9, 5e9, True, 0.999)],
+)
+def test_flushes_that_are_spread_are_at_least_as_good_as_the_last_ones(
+    read: float, write: float, shares_time: bool, gain: float
+) -> None:
+    """Where writes are slower than reads, and do not slow them down, they are better."""
+    groups = [Subgroup(i, 2 << 20, 4, 4, 8) for i in range(50)]
+    speeds = {"nvme": PathSpeeds(read_bytes_per_second=read, write_bytes_per_second=write)}
+    spread = with_deferred_flushes(groups, [ON_PATH] * 50, range(50), deferrable_bytes(speeds, 0.06))
+    count = len(deferred_ids(spread))
+    card = RateCard(
+        h2d_bytes_per_second=1e10, d2h_bytes_per_second=1e10, cpu_params_per_second=1e9, device_params_per_second=1e10,
+        norm_params_per_second=1e10,
+        paths={"nvme": PathRates(read_bytes_per_second=read, write_bytes_per_second=write)},
+        keeps={"nvme:read": {"nvme:write": 0.7}, "nvme:write": {"nvme:read": 0.3}} if shares_time else {},
+    )  # fmt: skip
+
+    def seconds(placements: tuple[Placement, ...]) -> float:
+        plan = make_plan(
+            groups, placements, num_slots=1, host_slots={"nvme": 3}, norms="gradient", rates=PathOpTimes(speeds),
+            step_at=0.16,
+        )  # fmt: skip
+        return update_seconds(plan, card, step_at=0.16)
+
+    last = tuple(replace(ON_PATH, deferred=i >= 50 - count) for i in range(50))
+    assert count > 5
+    assert seconds(last) / seconds(spread) > gain
 
 
 def test_a_path_writes_what_its_speed_allows() -> None:
