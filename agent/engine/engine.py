@@ -356,7 +356,7 @@ class Engine:
         if not skipped:
             self.memory.commit(flight.plan.placements)
             if self.residences is not None:
-                self.residences.observe(flight.without_deferred(spans), self.memory.residence)
+                self.residences.observe(spans, self.memory.residence, flight.plan.deferred_flushes)
 
     def _end_step(self) -> None:
         self.routing.end_step()

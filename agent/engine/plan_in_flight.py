@@ -43,12 +43,6 @@ class PlanInFlight:
         """Whether `step()` returns before the end of the plan, because flushes are deferred."""
         return bool(self.stepped and self.plan.deferred_flushes)
 
-    def without_deferred(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """The spans of this plan without those of deferred flushes. Deferred flushes do not run beside reads, so they
-        do not show how fast a path is within an update."""
-        deferred = self.plan.deferred_flushes
-        return [span for span in spans if span.op not in deferred] if deferred else spans
-
     def weight_writes(self, subgroups: Container[int]) -> list[int]:
         """Ids of the ops that write the weights of these subgroups on the device."""
         return [op.id for op in self.plan.of_kind(*WRITES_WEIGHT) if op.subgroup in subgroups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from tidegate.agent.cgroups import host_available_bytes
@@ -79,11 +79,11 @@ class Residences:
         """Number of subgroups that the tier split assigns to each path, by name of the path."""
         return dict(self._tier.counts)
 
-    def observe(self, spans: Sequence[Span], residences: Sequence[Residence]) -> None:
+    def observe(self, spans: Sequence[Span], residences: Sequence[Residence], deferred: Collection[int] = ()) -> None:
         """Records a finished step: estimates the speeds of paths from its fetches and flushes, and stores the actual
-        residence of each subgroup."""
+        residence of each subgroup. deferred: ids of the deferred flushes."""
         self._steps += 1
-        self._estimator.observe(traffic(spans))
+        self._estimator.observe(traffic(spans, deferred))
         self._tier = replace(
             self._tier,
             in_memory=frozenset(i for i, lives in enumerate(residences) if lives == "host"),
@@ -92,19 +92,21 @@ class Residences:
         self._store.speeds.update(self._estimator.rates)
 
 
-def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
+def traffic(spans: Sequence[Span], deferred: Collection[int] = ()) -> Mapping[str, PathTraffic]:
     """Bytes and busy seconds of reads and writes on each path: in the second half of a step's fetches and flushes, and
-    in the whole step.
+    in the whole step without its deferred flushes.
 
     The first half alone would show too high a speed: a throttled path, or a path with a cache, serves the first bytes
-    after a pause at once, and fetches before `step()` do not compete with writes.
+    after a pause at once, and fetches before `step()` do not compete with writes. Deferred flushes show how fast a path
+    writes alone, but not how fast it is within an update, whose end does not wait for them.
     """
     by_lane: defaultdict[tuple[str, OpKind], list[Span]] = defaultdict(list)
     for span in spans:
         kind = span.kind
         if (kind is OpKind.FETCH or kind is OpKind.FLUSH) and span.nbytes:
             by_lane[span.lane, kind].append(span)
-    moved = [span for lane in by_lane.values() for span in lane]
+    in_step = {lane: [span for span in lane_spans if span.op not in deferred] for lane, lane_spans in by_lane.items()}
+    moved = [span for lane in in_step.values() for span in lane]
     step_seconds = max(span.end for span in moved) - min(span.start for span in moved) if moved else 0.0
     by_path: dict[str, PathTraffic] = {}
     for path in dict.fromkeys(lane.rpartition(":")[0] for lane, _ in by_lane):
@@ -112,6 +114,8 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
         reads, writes = by_lane.get((read_lane, OpKind.FETCH), []), by_lane.get((write_lane, OpKind.FLUSH), [])
         late_reads, late_writes = _second_half(reads), _second_half(writes)
         reading, writing, late_reading, late_writing = map(union, (reads, writes, late_reads, late_writes))
+        flushed = in_step.get((write_lane, OpKind.FLUSH), [])
+        flushing = union(flushed)
         by_path[path] = PathTraffic(
             read_bytes=sum([span.nbytes for span in late_reads]),
             read_seconds=total_seconds(late_reading),
@@ -121,8 +125,8 @@ def traffic(spans: Sequence[Span]) -> Mapping[str, PathTraffic]:
             shared_write_seconds=common_seconds(late_writing, reading),
             whole=PathStepTotals(
                 read_bytes=sum([span.nbytes for span in reads]),
-                write_bytes=sum([span.nbytes for span in writes]),
-                busy_seconds=total_seconds(reading) + total_seconds(writing) - common_seconds(reading, writing),
+                write_bytes=sum([span.nbytes for span in flushed]),
+                busy_seconds=total_seconds(reading) + total_seconds(flushing) - common_seconds(reading, flushing),
                 step_seconds=step_seconds,
             ),
             transfers=len(reads) + len(writes),

@@ -13,14 +13,14 @@ from tidegate.agent.engine.residency import traffic
 from tidegate.plan.interference import DUPLEX
 from tidegate.plan.ops import OpKind
 from tidegate.plan.tier_split import PathSpeeds
-from tidegate.speeds.path_speed_estimator import PathSpeedEstimator
+from tidegate.speeds.path_speed_estimator import PathSpeedEstimator, PathStepTotals
 from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import Span
 
 
-def spans(kind: OpKind, *times: tuple[float, float]) -> list[Span]:
+def spans(kind: OpKind, *times: tuple[float, float], first: int = 0) -> list[Span]:
     lane = f"a:{'read' if kind is OpKind.FETCH else 'write'}"
-    return [Span(i, kind, lane, i, start, end, 100, 0, "state", None) for i, (start, end) in enumerate(times)]
+    return [Span(i, kind, lane, i, start, end, 100, 0, "state", None) for i, (start, end) in enumerate(times, first)]
 
 
 def test_what_is_served_at_once_after_a_rest_does_not_count() -> None:
@@ -33,6 +33,14 @@ def test_one_op_counts_as_it_is_and_order_does_not_matter() -> None:
     assert traffic(spans(OpKind.FLUSH, (1.0, 3.0)))["a"].write_seconds == pytest.approx(2.0)
     late = traffic(spans(OpKind.FLUSH, (5.0, 9.0), (0.0, 1.0)))["a"]
     assert (late.write_bytes, late.write_seconds) == (100, pytest.approx(4.0))
+
+
+def test_deferred_flushes_show_how_fast_a_path_writes_and_do_not_count_for_the_update() -> None:
+    reads = spans(OpKind.FETCH, (0.0, 1.0), (1.0, 2.0))
+    writes = spans(OpKind.FLUSH, (1.0, 2.0), (2.0, 3.0), (9.0, 9.5), (9.5, 10.0), first=10)
+    seen = traffic([*reads, *writes], deferred={12, 13})["a"]
+    assert (seen.write_bytes, seen.write_seconds) == (200, pytest.approx(1.0))
+    assert seen.whole == PathStepTotals(read_bytes=200, write_bytes=200, busy_seconds=3.0, step_seconds=3.0)
 
 
 def test_time_is_shared_with_all_that_goes_the_other_way() -> None:
