@@ -114,11 +114,11 @@ def calibrated(
 ) -> RateCard:
     """Calibrates, and measures the configurations meanwhile: `options.rounds` rounds, evenly spread over the rounds of
     the calibration."""
-    turns = count()
+    calibrations = count(1)
 
     def after_round() -> None:
-        turn = next(turns)
-        for _ in range((turn + 1) * options.rounds // CALIBRATION_ROUNDS - turn * options.rounds // CALIBRATION_ROUNDS):
+        due = next(calibrations) * options.rounds // CALIBRATION_ROUNDS
+        for _ in range(due - rounds.done):
             rounds.measure()
 
     return calibrate.calibrate(

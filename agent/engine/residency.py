@@ -105,7 +105,7 @@ def traffic(spans: Sequence[Span], deferred: Collection[int] = ()) -> Mapping[st
         kind = span.kind
         if (kind is OpKind.FETCH or kind is OpKind.FLUSH) and span.nbytes:
             by_lane[span.lane, kind].append(span)
-    in_step = {lane: [span for span in lane_spans if span.op not in deferred] for lane, lane_spans in by_lane.items()}
+    in_step = {lane: [span for span in moves if span.op not in deferred] for lane, moves in by_lane.items()}
     moved = [span for lane in in_step.values() for span in lane]
     step_seconds = max(span.end for span in moved) - min(span.start for span in moved) if moved else 0.0
     by_path: dict[str, PathTraffic] = {}
@@ -115,7 +115,7 @@ def traffic(spans: Sequence[Span], deferred: Collection[int] = ()) -> Mapping[st
         late_reads, late_writes = _second_half(reads), _second_half(writes)
         reading, writing, late_reading, late_writing = map(union, (reads, writes, late_reads, late_writes))
         flushed = in_step.get((write_lane, OpKind.FLUSH), [])
-        flushing = union(flushed)
+        flushing = union(flushed) if deferred else writing
         by_path[path] = PathTraffic(
             read_bytes=sum([span.nbytes for span in late_reads]),
             read_seconds=total_seconds(late_reading),
