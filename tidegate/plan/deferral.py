@@ -45,8 +45,9 @@ def with_deferred_flushes(
 ) -> tuple[Placement, ...]:
     """The placements, with `deferred` set for the subgroups that are flushed after the step.
 
-    They are spread evenly over the update: then fetches into their slots can go on wherever writes are slower than
-    reads, and others wait for a host slot. The last update is one of them, because `step()` would wait for its flush.
+    They are spread evenly over the update. Where a path writes more slowly than it reads, other fetches wait for host
+    slots, and fetches into deferred slots go on meanwhile. The last subgroup is one of them, because `step()` would
+    wait for its flush.
 
     update_order: all subgroup ids. most_bytes: bytes that each path can write between `step()` and the next gradient;
     0 where absent. There are fewer deferred subgroups if the memory of used gradients is too small for them.
