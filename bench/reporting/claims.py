@@ -367,9 +367,9 @@ PREDICTION: Final = Claim(
     plot_caption="predicted and measured update times (newest run)",
     plot_each=True,
     notes=(
-        "Older lines of the file have no `emulated_rates`. They are of another emulated device and are not counted. From "
-        "line 20 of the file on, rounds of the calibration and of the measurement take turns. Before, the calibration "
-        "came first.",
+        "Older lines of the file have no `emulated_rates`. They are of another emulated device and are not counted. "
+        "From line 20 of the file on, rounds of the calibration and of the measurement take turns. Before, the "
+        "calibration came first.",
     ),
 )
 
