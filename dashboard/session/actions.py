@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from tidegate.client.daemon_client import DaemonClient
-from tidegate.dashboard.data import knob_edits, queries
+from tidegate.dashboard.data import knob_edits, knob_preview, queries
 from tidegate.dashboard.session import edit_session
 from tidegate.dashboard.session.edit_session import EditState
 from tidegate.errors import DaemonError, DaemonUnreachable, KnobError, NotAuthorized, StaleKnobs
@@ -23,14 +23,15 @@ TIMEOUT_SECONDS: Final = 10.0
 
 
 def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
-    """Requests a preview of the edits; changes nothing."""
+    """Requests a preview of the edits, and shows its first sentence as notice; changes no knob."""
     at = edit_session.state_of(run)
     changes = _changes(at, bounds)
     if changes is None:
         return
 
     def ask(client: DaemonClient) -> None:
-        at.preview, at.notice = client.preview_knobs(run, changes, at.generation), None
+        at.preview = client.preview_knobs(run, changes, at.generation)
+        at.notice = ("info", knob_preview.headline(at.preview))
 
     _ask(url, run, at, ask, "No preview")
 

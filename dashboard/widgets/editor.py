@@ -1,5 +1,9 @@
 """Editor of the knobs: a field for each knob, reason, trial and buttons. It does not refresh by itself, because a
-refresh could discard edits."""
+refresh could discard edits.
+
+For the same reason its buttons do not draw the whole page again. If the viewer changes a field right after that,
+Streamlit drops what it has not sent yet of the fields, and the browser then empties all of them.
+"""
 
 from __future__ import annotations
 
@@ -109,13 +113,9 @@ def _buttons(context: PageContext, knobs: KnobsView, at: EditState, allowed: boo
         st.caption("steps")
     with st.container(horizontal=True, key="bar_tune"):
         sent = (context.url, run, knobs.bounds)
-        pressed = (
-            st.button("Set", key="set", type="primary", disabled=off, on_click=actions.set_knobs, args=sent),
-            st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent),
-            st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs)),
-        )
-    if any(pressed):
-        st.rerun()  # the live sections show the result
+        st.button("Set", key="set", type="primary", disabled=off, on_click=actions.set_knobs, args=sent)
+        st.button("Preview", key="preview", disabled=off, on_click=actions.preview, args=sent)
+        st.button("Discard", key="discard", disabled=off, on_click=_discard, args=(run, knobs))
 
 
 def _on_reason_change(run: str, key: str, filling: int) -> None:

@@ -266,6 +266,7 @@ def test_a_preview_lays_predictions_beside_what_is_measured_and_changes_nothing(
     shown = text(app)
     assert "Preview of stride auto → 2 nothing was changed" in shown
     assert "Predicted update:" in shown
+    assert any("Predicted update" in said.value for said in app.info)
     for words in ("measured predicted now predicted then change", "stalled", "host memory", "device memory", "at best"):
         assert words in shown, words
     with daemon.operator() as operator:
@@ -273,6 +274,23 @@ def test_a_preview_lays_predictions_beside_what_is_measured_and_changes_nothing(
     press(app, "Discard")
     assert "Preview of" not in text(app)
     assert field(app, "stride").value == ""
+
+
+def test_the_buttons_of_the_editor_do_not_draw_the_whole_page_again(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamlit empties fields that are edited right after a run of the whole page: it drops what it has not sent of
+    them, and the browser then forgets their values."""
+    Agent(daemon).train(8)
+    app = tune(daemon)
+    whole_pages: list[str] = []
+    monkeypatch.setattr("streamlit.rerun", lambda scope="app": whole_pages.append(scope))
+    for label in ("Preview", "Discard", "Set"):
+        field(app, "stride").input("2")
+        press(app, label)
+    assert whole_pages == []
+    with daemon.operator() as operator:
+        assert operator.knobs("llama-7b").generation == 1
 
 
 def test_a_preview_without_rates_says_why_there_are_no_figures(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
