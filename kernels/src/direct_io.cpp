@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "clock.h"
+#include "computing_cores.h"
 #include "move_block.h"
 #include "short_slice.h"
 #include "signals_blocked.h"
@@ -123,6 +124,7 @@ struct IoQueue {
       }
       const size_t block = begin_block(*transfer);
       lock.unlock();
+      leave_computing_core();
       const BlockOutcome outcome = move_block(transfer->request, transfer->direct, block);
       const double end = monotonic_seconds();
       lock.lock();

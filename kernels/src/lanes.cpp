@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "clock.h"
+#include "computing_cores.h"
 
 namespace tidegate {
 
@@ -59,22 +60,26 @@ std::optional<Taken> Lanes::try_take(int lane) {
 
 std::optional<Taken> Lanes::take(int lane) {
   if (!is_owner()) return std::nullopt;
+  std::optional<Taken> taken;
   for (;;) {
-    std::optional<Taken> taken;
+    taken.reset();
     std::shared_ptr<Task> task;
     {
       std::unique_lock<std::mutex> lock(shared_->mutex);
       Shared& its = *shared_;
       its.wake.at(size_t(lane)).wait(lock, [&] { return its.closed || (taken = its.begin(lane)); });
-      if (!taken || taken->duty == Taken::Duty::Run || !taken->waits.empty()) return taken;
+      if (!taken || taken->duty == Taken::Duty::Run || !taken->waits.empty()) break;
       task = its.tasks.at(taken->op);
       ++its.tasks_running;
     }
+    leave_computing_core();
     if (!perform(task, taken->run)) {
       taken->duty = Taken::Duty::Retry;
-      return taken;
+      break;
     }
   }
+  allow_all_cores();
+  return taken;
 }
 
 bool Lanes::perform(int op, int64_t run) {

@@ -1,4 +1,4 @@
-// A scheduling hint for threads that mostly wait for a disk: they get a core as soon as the disk has answered.
+// A scheduling hint for threads that mostly wait, for a disk or a copy: they get a core as soon as the wait is over.
 #pragma once
 
 #include <sys/syscall.h>
@@ -12,8 +12,11 @@ constexpr uint64_t kShortSliceNanoseconds = 100'000;  // the least that Linux ac
 
 // Asks that the calling thread, when it wakes up, takes a core from a thread that computes. Its share of the cores stays
 // the same. Otherwise it waits until the slice of that thread is over (3 ms), and the device has nothing to do meanwhile.
-// Linux 6.12 and later do this; earlier ones ignore it.
+// Linux 6.12 and later do this; earlier ones ignore it. Later calls by the same thread do nothing.
 inline void ask_for_short_slice() {
+  thread_local bool asked = false;
+  if (asked) return;
+  asked = true;
 #ifdef SYS_sched_setattr
   struct {
     uint32_t size;

@@ -20,6 +20,7 @@ CopyTask::CopyTask(std::vector<Copy> copies, double bytes_per_second)
                bytes_per_second) {}
 
 TaskResult CopyTask::run(const std::function<void()>&) {
+  ask_for_short_slice();
   const double start = monotonic_seconds();
   for (const Copy& copy : copies_) copy_bytes(copy.dst, copy.src, copy.nbytes);
   const double left = start + seconds_ - monotonic_seconds();
@@ -62,8 +63,7 @@ std::unique_ptr<BlockChecksums> TransferTask::begin_checksums() const {
 void TransferTask::clear_padding() const { std::memset(request_.memory + request_.nbytes - padding_, 0, padding_); }
 
 TaskResult TransferTask::run(const std::function<void()>& queued) {
-  thread_local const bool asked_for_short_slice = (ask_for_short_slice(), true);
-  static_cast<void>(asked_for_short_slice);
+  ask_for_short_slice();
   const double asked = monotonic_seconds();
   bool ok = false;
   try {

@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 
+#include "computing_cores.h"
 #include "signals_blocked.h"
 
 namespace tidegate {
@@ -33,8 +34,11 @@ struct ThreadPool::Shared {
 
   void drain(const Range& run, size_t total, size_t by) {
     const DefaultFpMode mode;
-    for (size_t begin = next.fetch_add(by); begin < total; begin = next.fetch_add(by))
+    Computing here;
+    for (size_t begin = next.fetch_add(by); begin < total; begin = next.fetch_add(by)) {
+      here.go_on();
       run(begin, std::min(begin + by, total));
+    }
   }
 
   void work() {
@@ -138,7 +142,11 @@ void ThreadPool::for_ranges(size_t size, size_t step, const Range& task) {
     if (!shared_->workers.empty()) return shared_->run_job(size, step, task);
   }
   const DefaultFpMode mode;
-  for (size_t begin = 0; begin < size; begin += step) task(begin, std::min(begin + step, size));
+  Computing here;
+  for (size_t begin = 0; begin < size; begin += step) {
+    here.go_on();
+    task(begin, std::min(begin + step, size));
+  }
 }
 
 void ThreadPool::close() {

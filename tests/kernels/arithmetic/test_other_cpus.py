@@ -16,7 +16,7 @@ from tidegate.kernels.adamw.scalars import Arithmetic, scalars
 from tidegate.kernels.arithmetic import oracle
 
 ROOT = Path(__file__).parents[3]
-NAMES = ("adamw", "block_checksums", "checksum", "stream", "sum_of_squares", "thread_pool")
+NAMES = ("adamw", "block_checksums", "checksum", "computing_cores", "stream", "sum_of_squares", "thread_pool")
 SOURCES = [ROOT / "kernels" / "src" / f"{name}.cpp" for name in NAMES]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]

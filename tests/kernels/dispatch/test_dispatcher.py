@@ -127,7 +127,10 @@ def test_lanes_without_an_execution_wait_for_nothing() -> None:
 def test_many_threads_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     """A driver in C++ runs thousands of programs with a thread for each lane, and two for those that run ahead."""
     program = tmp_path / "driver"
-    sources = [Path(__file__).with_name("lanes_driver.cpp"), SOURCES / "dispatcher.cpp", SOURCES / "lanes.cpp"]
+    sources = [
+        Path(__file__).with_name("lanes_driver.cpp"),
+        *(SOURCES / f"{name}.cpp" for name in ("computing_cores", "dispatcher", "lanes")),
+    ]
     command = ["c++", "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     subprocess.run([*command, f"-I{SOURCES}", *map(str, sources), "-pthread", "-o", str(program)], check=True)
     done = subprocess.run([str(program), "3000"], capture_output=True, text=True, timeout=600, check=False)

@@ -36,8 +36,8 @@ from tidegate.kernels.io.direct_io import WriteStop
 PAGE = 4096
 SOURCES = Path(__file__).parents[3] / "kernels" / "src"
 NAMES = (
-    "adamw", "block_checksums", "checksum", "copy", "direct_io", "lock_file", "move_block", "path_lock",
-    "sum_of_squares", "tasks", "thread_pool",
+    "adamw", "block_checksums", "checksum", "computing_cores", "copy", "direct_io", "lock_file", "move_block",
+    "path_lock", "sum_of_squares", "tasks", "thread_pool",
 )  # fmt: skip
 Part = tuple[int, int]
 """First element and number of elements."""

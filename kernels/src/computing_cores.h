@@ -1,0 +1,34 @@
+// Which cores compute. Threads that move data leave these cores to the computation.
+//
+// Linux often wakes a thread on the core of the thread that wakes it, although other cores are idle (Lozi et al., The
+// Linux Scheduler: a Decade of Wasted Cores, EuroSys 2016), and kernels of virtual machines may do so on purpose. A
+// thread that the CPU lane wakes for a copy would then interrupt the CPU lane. Nothing is bound to a core before that
+// happens.
+#pragma once
+
+namespace tidegate {
+
+// While it lives, the calling thread computes.
+class Computing {
+ public:
+  Computing();
+  ~Computing();
+  Computing(const Computing&) = delete;
+  Computing& operator=(const Computing&) = delete;
+
+  // To be called from time to time: the system may have moved the thread to another core.
+  void go_on();
+
+ private:
+  int core_;
+};
+
+// If another thread computes on the core of the calling thread, binds the calling thread to the cores on which none
+// does; does nothing if there is no such core. A later call allows all cores again, when no thread has computed for some
+// time. To be called between `Computing`s only, by a thread that moves data, before each piece of its work.
+void leave_computing_core();
+
+// Allows all cores again at once. To be called before code that may start threads: they inherit the cores.
+void allow_all_cores();
+
+}  // namespace tidegate
