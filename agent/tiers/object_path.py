@@ -27,7 +27,7 @@ from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.path_locks import locks_of_path
 from tidegate.agent.tiers.state_file import StateKind, num_blocks, padded_bytes
 from tidegate.agent.tiers.transfers import Operation, PathCounters, Transfer, no_op
-from tidegate.errors import PathFailed, PathFull
+from tidegate.errors import PathFailed, PathFull, PathUnusable, StateFileError
 from tidegate.kernels import aligned_buffer, fill
 from tidegate.kernels.dispatch import TransferTask
 from tidegate.plan.interference import DUPLEX, HALF_DUPLEX
@@ -233,7 +233,8 @@ class ObjectPath:
 
     def calibrate(self, nbytes: int) -> PathSpeeds:
         """Measures the speed of writing and reading `nbytes` without other load, and whether both directions run at
-        full speed at once (duplex). Live rates replace this first estimate."""
+        full speed at once (duplex). Live rates replace this first estimate. Raises PathUnusable if a request fails, or
+        if the store returns other data than were written."""
         size = max(padded_bytes(nbytes), self.settings.block_bytes)
         memory = aligned_buffer(size)
         address = memory.ctypes.data
@@ -246,6 +247,10 @@ class ObjectPath:
             )
         except RequestFailed as error:
             raise path_unusable(self.settings, error) from error
+        except StateFileError as error:
+            raise PathUnusable(
+                f"{self.settings.url} cannot be used: what was read from it is not what was written before. {error}"
+            ) from error
         finally:
             self._delete_later(first)
             self._delete_later(second)

@@ -2,7 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/sysinfo.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -21,6 +23,7 @@ struct Core {
   std::atomic<double> until{0.0};  // when a thread last stopped to compute here
 };
 std::array<Core, CPU_SETSIZE> cores;
+const int num_cores = std::min(get_nprocs_conf(), CPU_SETSIZE);
 
 struct Thread {
   bool has_computed = false;
@@ -37,7 +40,7 @@ void forget_threads() {
 
 int this_core() {
   const int core = sched_getcpu();
-  return core < CPU_SETSIZE ? core : -1;
+  return core < num_cores ? core : -1;
 }
 
 void begin_on(int core) {
@@ -57,7 +60,7 @@ bool computes(int core, double since) {
 }
 
 bool any_computes(double since) {
-  for (int core = 0; core < CPU_SETSIZE; ++core)
+  for (int core = 0; core < num_cores; ++core)
     if (computes(core, since)) return true;
   return false;
 }
@@ -66,7 +69,7 @@ bool any_computes(double since) {
 // none, or the system refuses.
 bool bind_to_others(double since) {
   cpu_set_t others = this_thread.allowed;
-  for (int core = 0; core < CPU_SETSIZE; ++core)
+  for (int core = 0; core < num_cores; ++core)
     if (computes(core, since)) CPU_CLR(core, &others);
   if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return false;
   this_thread.is_bound = true;

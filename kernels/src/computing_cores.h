@@ -1,4 +1,4 @@
-// Which cores compute. Threads that move data leave these cores to the computation.
+// Which cores compute. Threads that begin other work leave these cores to the computation.
 //
 // Linux often wakes a thread on the core of the thread that wakes it, although other cores are idle (Lozi et al., The
 // Linux Scheduler: a Decade of Wasted Cores, EuroSys 2016), and kernels of virtual machines may do so on purpose. A
@@ -25,7 +25,7 @@ class Computing {
 
 // If another thread computes on the core of the calling thread, binds the calling thread to the cores on which none
 // does; does nothing if there is no such core. A later call allows all cores again, when no thread has computed for some
-// time. To be called between `Computing`s only, by a thread that moves data, before each piece of its work.
+// time. To be called before each piece of work, while the calling thread has no `Computing`.
 void leave_computing_core();
 
 // Allows all cores again at once. To be called before code that may start threads: they inherit the cores.

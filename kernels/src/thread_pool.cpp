@@ -32,9 +32,8 @@ struct ThreadPool::Shared {
   std::atomic<size_t> next{0};
   std::vector<std::thread> workers;
 
-  void drain(const Range& run, size_t total, size_t by) {
+  void drain(const Range& run, size_t total, size_t by, Computing& here) {
     const DefaultFpMode mode;
-    Computing here;
     for (size_t begin = next.fetch_add(by); begin < total; begin = next.fetch_add(by)) {
       here.go_on();
       run(begin, std::min(begin + by, total));
@@ -51,7 +50,11 @@ struct ThreadPool::Shared {
       const Range* run = task;
       const size_t total = size, by = step;
       lock.unlock();
-      drain(*run, total, by);
+      leave_computing_core();
+      {
+        Computing here;
+        drain(*run, total, by, here);
+      }
       lock.lock();
       if (--busy == 0) done.notify_one();
     }
@@ -67,8 +70,9 @@ struct ThreadPool::Shared {
       busy = workers.size();
       ++job;
     }
+    Computing here;  // before the workers begin, which leave this core
     wake.notify_all();
-    drain(run, total, by);
+    drain(run, total, by, here);
     std::unique_lock<std::mutex> lock(mutex);
     done.wait(lock, [&] { return busy == 0; });  // a worker may still use `run`
   }

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -39,6 +39,7 @@ from tests.agent.tiers.object_server import (
 from tests.examples import examples
 from tests.services import ROOT, free_port
 from tidegate.agent.tiers import object_blocks
+from tidegate.agent.tiers.object_blocks import Job
 from tidegate.agent.tiers.object_path import ObjectPath
 from tidegate.agent.tiers.object_settings import ObjectSettings
 from tidegate.agent.tiers.state_file import StateKind, padded_bytes
@@ -128,6 +129,22 @@ def test_calibration_measures_and_leaves_nothing(server: S3Server) -> None:
         assert min(speeds.read_bytes_per_second, speeds.write_bytes_per_second) > 0
         assert path.counters.bytes == {"read": 0, "write": 0}
     assert server.keys("calibrated") == []
+
+
+def test_calibration_refuses_a_store_that_returns_other_data(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(made_path(settings_of(server.endpoint, "damaging"))) as path:
+        measured = path._mover.seconds
+
+        def damaged(jobs: Sequence[Job]) -> float:
+            seconds = measured(jobs)
+            for key in server.keys("damaging"):
+                if key.endswith("/00000"):
+                    server.put(key, flipped(server.get(key)))
+            return seconds
+
+        monkeypatch.setattr(path._mover, "seconds", damaged)
+        with pytest.raises(PathUnusable, match=r"not what was written before.*has a damaged block"):
+            path.calibrate(100_000)
 
 
 def test_what_interrupts_a_read_twice_is_raised_when_no_thread_uses_the_memory_any_more(
