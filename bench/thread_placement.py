@@ -86,9 +86,8 @@ def measure(folder: Path, subgroups: int, rounds: int) -> dict[str, Any]:
         with ExitStack() as stack:
             sides = {}
             for side, cores in (("free", []), ("bound", allowed[-2:])):
+                (folder / side).mkdir(exist_ok=True)
                 paths = {"path": PathSettings(directory=folder / side)} if kind == "with_a_path" else {}
-                for settings in paths.values():
-                    settings.directory.mkdir()
                 sides[side] = stack.enter_context(closing(training(paths, device, subgroups, cores)))
             found[kind] = compared(sides, rounds)
     return {
