@@ -23,7 +23,7 @@ TIMEOUT_SECONDS: Final = 10.0
 
 
 def preview(url: str, run: str, bounds: Mapping[str, KnobBound]) -> None:
-    """Requests a preview of the edits, and shows its first sentence as notice; changes no knob."""
+    """Requests a preview of the edits, and shows its headline as notice; changes no knob."""
     at = edit_session.state_of(run)
     changes = _changes(at, bounds)
     if changes is None:

@@ -1,8 +1,8 @@
 """Editor of the knobs: a field for each knob, reason, trial and buttons. It does not refresh by itself, because a
 refresh could discard edits.
 
-For the same reason its buttons do not draw the whole page again. If the viewer changes a field right after that,
-Streamlit drops what it has not sent yet of the fields, and the browser then empties all of them.
+Its buttons do not run the whole page either. If the viewer edited a field right after such a run, Streamlit would drop
+the messages of the editor that it has not sent yet, and the browser would then empty all fields.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-// Which cores compute. Threads that begin other work leave these cores to the computation.
+// The cores on which threads of this process compute, and how other threads leave these cores to the computation.
 //
 // Linux often wakes a thread on the core of the thread that wakes it, although other cores are idle (Lozi et al., The
 // Linux Scheduler: a Decade of Wasted Cores, EuroSys 2016), and kernels of virtual machines may do so on purpose. A
-// thread that the CPU lane wakes for a copy would then interrupt the CPU lane. Nothing is bound to a core before that
+// thread that the CPU lane wakes for a copy would then interrupt the CPU lane. No thread is bound to cores before that
 // happens.
 #pragma once
 
@@ -28,7 +28,7 @@ class Computing {
 // time. To be called before each piece of work, while the calling thread has no `Computing`.
 void leave_computing_core();
 
-// Allows all cores again at once. To be called before code that may start threads: they inherit the cores.
+// Allows again all cores that were allowed before, at once. To be called before code that may start threads: they inherit the cores.
 void allow_all_cores();
 
 }  // namespace tidegate
