@@ -59,10 +59,12 @@ class Exporter:
         try:
             self._server = _server(bind, port, answer, overhead, strict)
         except OSError as error:
-            raise ConfigError(
-                f"/metrics cannot listen on {bind}:{port}: {error.strerror}. Choose another metrics_port, or 0 for any "
-                "free port."
-            ) from error
+            remedy = (
+                "Raise the limit of open files (ulimit -n)."
+                if error.errno in (errno.EMFILE, errno.ENFILE)
+                else "Choose another metrics_port, or 0 for any free port."
+            )
+            raise ConfigError(f"/metrics cannot listen on {bind}:{port}: {error.strerror}. {remedy}") from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve, name="tidegate-exporter", daemon=True)
         self._thread.start()
@@ -115,19 +117,24 @@ class _Server(ThreadingHTTPServer):
         self._ending = False
         self._owner = os.getpid()
         self.address_family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        super().__init__((bind, port), _Handler)
+        self._waiting = selectors.DefaultSelector()  # not in the thread: here, an error reaches who starts the server
+        super().__init__((bind, port), _Handler)  # if it fails, it calls server_close
+        self._waiting.register(self, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Accepts connections until `end`, or until the owner of `answer` is garbage-collected."""
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self, selectors.EVENT_READ)
-            try:
-                while not self._ending:
-                    if waiting.select(POLL_SECONDS) and not self._ending:
-                        self.handle_request()
-                    self.service_actions()
-            except _OwnerCollectedError:
-                self.server_close()
+        try:
+            while not self._ending:
+                if self._waiting.select(POLL_SECONDS) and not self._ending:
+                    self.handle_request()
+                self.service_actions()
+        except _OwnerCollectedError:
+            self.server_close()
+
+    def server_close(self) -> None:
+        """Closes the listening socket and what waits on it. `serve` must have ended."""
+        super().server_close()
+        self._waiting.close()
 
     def end(self) -> None:
         """Ends `serve`."""

@@ -123,6 +123,7 @@ EXHAUSTED = """
 import os, resource, socket, threading, time
 from tests.agent.telemetry.test_exporter import Figures, scrape
 from tidegate.agent.telemetry.exporter import Exporter
+from tidegate.errors import ConfigError
 figures = Figures()
 made = Exporter(figures.text, {"exporter": 0.0}, "127.0.0.1", 0)
 client = socket.socket()
@@ -137,11 +138,16 @@ client.connect(("127.0.0.1", made.port))
 before = time.process_time()
 threading.Event().wait(1.5)
 spent = time.process_time() - before
+try:
+    Exporter(figures.text, {"exporter": 0.0}, "127.0.0.1", 0)
+except ConfigError as error:
+    refusal = str(error)
 for one in held:
     os.close(one)
 client.close()
 assert scrape(made.port) == b"one 1\\n"
 assert spent < 0.3, spent
+assert refusal.endswith("Too many open files. Raise the limit of open files (ulimit -n)."), refusal
 made.close()
 """
 
