@@ -217,9 +217,10 @@ class Engine:
             self._executor.prepare(next(batches))
             self._executor.step(repeat=self.routing.stale_copies())
             self.routing.prepare_copies()
+            self._executor.let_lanes_run()
             for batch in batches:
-                self._executor.let_norm_run()
                 self._executor.prepare(batch)
+                self._executor.let_lanes_run(batch)
             outcome.skipped = not self._executor.wait_for_norm()
             self.routing.release_read()
             made_at = made.span()[1]  # NORM comes after it, and was waited for
