@@ -20,7 +20,8 @@ DeepSpeed's process used during its first steps.
   Tidegate's native direct I/O alone, with checksums.
 * `io_layer_share_of_fio`: throughput of Tidegate's native direct I/O alone, with checksums, divided by fio's;
   `without_checksums_share_of_fio`: the same without checksums. Then no CPU core touches the transferred data, as in
-  fio. An update has to read and write all of it.
+  fio. An update has to read and write all of it. `in_little_memory_share_of_fio`: the same in as much memory as fio has
+  (8 MiB). Data that are read into memory which is in the caches can arrive faster; an update has no such memory.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
   busy times; `overlap_of_pairs`: the same for two of them. Flushes that are deferred overlap with neither.
 * `overlap_behind_simulated`: how much lower `overlap` is than that of the simulator, for the same plan and the same
@@ -63,6 +64,8 @@ IO_THREADS = 4
 """Number of threads that read, and of threads that write."""
 STATE_BYTES, WEIGHT_BYTES = {"float32": 8, "bfloat16": 10}, {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of state and weight, by dtype of the weight. The cache holds state, a host slot holds both."""
+OUR_YARDSTICKS = ("io_layer", "without_checksums", "in_little_memory")
+"""Measurements of Tidegate's native direct I/O alone."""
 Rounds = dict[str, list[dict[str, Any]]]
 
 
@@ -155,13 +158,14 @@ def start_sides(
 
 def yardsticks(folder: Path, options: argparse.Namespace, read_share: float) -> dict[str, Callable[[], float]]:
     """Functions that measure a throughput in bytes per second, by name: of `io_layer`, of the same
-    `without_checksums`, and of `fio` if it is there."""
+    `without_checksums`, of that `in_little_memory`, and of `fio` if it is there."""
     mix = fio.Mix(block_bytes=options.block_kib << 10, depth=2 * IO_THREADS, read_share=read_share)
     state_bytes = options.width**2 // options.subgroups * STATE_BYTES["float32"]
     alone = partial(io_layer.rate, folder / "io_layer", mix, state_bytes)
     found: dict[str, Callable[[], float]] = {
         "io_layer": alone,
         "without_checksums": partial(alone, with_checksums=False),
+        "in_little_memory": partial(io_layer.rate_in_little_memory, folder / "little_memory", mix),
     }
     if fio.available() is None:
         found["fio"] = partial(fio.rate, folder / "fio", mix)
@@ -255,10 +259,10 @@ def result(rounds: Rounds, options: argparse.Namespace) -> dict[str, Any]:
                 key: spread(of(theirs, key)) for key in ("backward", "update", "backward_and_update", "iteration")
             },
         }
-    for name in ("io_layer", "without_checksums") if "fio" in rounds else ():
+    for name in OUR_YARDSTICKS if "fio" in rounds else ():
         figures["spread"][f"{name}_share_of_fio"] = spread(ratios(of(rounds[name], "rate"), of(rounds["fio"], "rate")))
         found[f"{name}_share_of_fio"] = figures["spread"][f"{name}_share_of_fio"]["median"]
-    for name in (name for name in ("io_layer", "without_checksums", "fio") if name in rounds):
+    for name in (name for name in (*OUR_YARDSTICKS, "fio") if name in rounds):
         found[f"{name}_mib_per_second"] = spread([rate / (1 << 20) for rate in of(rounds[name], "rate")], 1)
     return {**found, **figures, "bf16": bf16, "rounds": len(ours)}
 

@@ -20,52 +20,62 @@ QUEUED = 6
 writes."""
 
 
-def rate(file: Path, mix: Mix, transfer_bytes: int, with_checksums: bool = True) -> float:
+def rate_in_little_memory(file: Path, mix: Mix) -> float:
+    """Bytes per second like `rate` without checksums, in the memory that fio has: one block for each block in flight.
+    The same few buffers are used again and again, so that they stay in the caches of the machine."""
+    return rate(file, mix, mix.block_bytes, with_checksums=False, queued=mix.depth, memory=mix.depth)
+
+
+def rate(
+    file: Path,
+    mix: Mix,
+    transfer_bytes: int,
+    *,
+    with_checksums: bool = True,
+    queued: int = QUEUED,
+    memory: int = 2 * QUEUED,
+) -> float:
     """Bytes per second of reads and writes together, in the shares of `mix`. Creates the file if it is missing. As many
     blocks are in flight as on a storage path with half as many `threads`.
 
     transfer_bytes: size of one transfer, which the engine makes for one subgroup. with_checksums: whether the checksum
-        of each block is made or verified.
+        of each block is made or verified. queued: number of transfers in progress or queued. memory: number of
+        transfers for which there is memory, at least `queued`.
     """
     created = not file.exists()
     fd, direct = open_direct(file, write=True, create=True)
     if not direct:
         raise SystemExit(f"{file.parent} is on a file system without O_DIRECT: give another --directory")
-    # Each transfer in flight has memory of its own, even if all of them go in one direction.
-    memory = aligned_buffer(2 * QUEUED * transfer_bytes).reshape(2, QUEUED, transfer_bytes)
-    memory[:] = 1
+    buffers = aligned_buffer(memory * transfer_bytes).reshape(memory, transfer_bytes)
+    buffers[:] = 1
     checksums = np.array(
         [
-            crc32c(memory.ctypes.data, min(mix.block_bytes, transfer_bytes - at))
+            crc32c(buffers.ctypes.data, min(mix.block_bytes, transfer_bytes - at))
             for at in range(0, transfer_bytes, mix.block_bytes)
         ],
         np.uint32,
     )
-    found = np.empty((QUEUED, num_blocks(transfer_bytes, mix.block_bytes)), np.uint32)
-    places = max(2 * QUEUED, mix.file_bytes // transfer_bytes) // 2
-    numbers = {True: count(), False: count()}
+    found = np.empty((memory, num_blocks(transfer_bytes, mix.block_bytes)), np.uint32)
+    places = max(2 * queued, mix.file_bytes // transfer_bytes) // 2
+    turn, numbers = count(), {True: count(), False: count()}
     with IoPool(mix.depth) as pool:
 
-        def read(number: int) -> IoTicket:
-            address, offset = memory[0, number % QUEUED].ctypes.data, number % places * transfer_bytes
-            sums = checksums if with_checksums else None
-            return pool.read(fd, address, transfer_bytes, offset, mix.block_bytes, sums)
-
-        def write(number: int) -> IoTicket:
-            address, offset = memory[1, number % QUEUED].ctypes.data, (places + number % places) * transfer_bytes
-            sums = found[number % QUEUED] if with_checksums else None
-            return pool.write(fd, address, transfer_bytes, offset, mix.block_bytes, sums)
+        def move(reads: bool, number: int) -> IoTicket:
+            buffer, place = next(turn) % memory, number % places + (0 if reads else places)
+            sums = (checksums if reads else found[buffer]) if with_checksums else None
+            address, offset = buffers[buffer].ctypes.data, place * transfer_bytes
+            return (pool.read if reads else pool.write)(fd, address, transfer_bytes, offset, mix.block_bytes, sums)
 
         if created:
             for number in range(places):
-                done(pool.write(fd, memory.ctypes.data, transfer_bytes, number * transfer_bytes, mix.block_bytes))
-                done(write(number))
+                done(pool.write(fd, buffers.ctypes.data, transfer_bytes, number * transfer_bytes, mix.block_bytes))
+                done(move(False, number))
         tickets, in_flight = list[IoTicket](), deque[IoTicket]()
         stop = time.monotonic() + mix.seconds
         for reads in turns(mix.read_share):
             if time.monotonic() < stop:
-                in_flight.append((read if reads else write)(next(numbers[reads])))
-            if len(in_flight) == QUEUED or time.monotonic() >= stop:
+                in_flight.append(move(reads, next(numbers[reads])))
+            if len(in_flight) == queued or time.monotonic() >= stop:
                 if not in_flight:
                     break
                 tickets.append(done(in_flight.popleft()))
