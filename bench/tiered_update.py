@@ -20,8 +20,10 @@ DeepSpeed's process used during its first steps.
   Tidegate's native direct I/O alone, with checksums.
 * `io_layer_share_of_fio`: throughput of Tidegate's native direct I/O alone, with checksums, divided by fio's;
   `without_checksums_share_of_fio`: the same without checksums. Then no CPU core touches the transferred data, as in
-  fio. An update has to read and write all of it. `in_little_memory_share_of_fio`: the same in as much memory as fio has
-  (8 MiB). Data that are read into memory which is in the caches can arrive faster; an update has no such memory.
+  fio. An update has to read and write all of it.
+* `in_little_memory_share_of_fio`: throughput of Tidegate's direct I/O without checksums in as much memory as fio has
+  (8 MiB), divided by fio's. `without_checksums_share_of_fio` is that in memory for 12 subgroups. On some virtual
+  machines, data arrive faster in memory that is in the caches.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
   busy times; `overlap_of_pairs`: the same for two of them. Flushes that are deferred overlap with neither.
 * `overlap_behind_simulated`: how much lower `overlap` is than that of the simulator, for the same plan and the same

@@ -28,7 +28,8 @@ class Computing {
 // time. To be called before each piece of work, while the calling thread has no `Computing`.
 void leave_computing_core();
 
-// Allows again all cores that were allowed before, at once. To be called before code that may start threads: they inherit the cores.
+// Allows again all cores that were allowed before, at once. To be called before code that may start threads, because
+// they inherit the cores.
 void allow_all_cores();
 
 }  // namespace tidegate
