@@ -14,6 +14,7 @@ namespace tidegate {
 namespace {
 
 constexpr timespec kRetryPause{0, 1'000'000};
+constexpr int kMostPauses = 1000;  // in a block, for a device that is busy; then it is an error like any other
 
 ssize_t move_some(const IoRequest& request, size_t begin, size_t nbytes) {
   char* memory = request.memory + begin;
@@ -26,11 +27,12 @@ ssize_t move_some(const IoRequest& request, size_t begin, size_t nbytes) {
 // that is the end of the file, or a device that takes no more: never a reason to try for ever.
 BlockOutcome move_all(const IoRequest& request, bool direct, size_t begin, size_t nbytes) {
   size_t moved = 0;
+  int pauses = 0;
   while (moved < nbytes) {
     const size_t from = direct ? moved - moved % kDirectAlignment : moved;
     const ssize_t count = move_some(request, begin + from, nbytes - from);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0 && errno == EAGAIN) {
+    if (count < 0 && errno == EAGAIN && pauses++ < kMostPauses) {
       nanosleep(&kRetryPause, nullptr);
       continue;
     }
