@@ -69,6 +69,12 @@ class PhaseRecorder:
         """Counts `seconds` as time in which the engine blocks the training thread, in the current phase."""
         self._exposed[self.current] += seconds
 
+    def waited_for_update(self, start: float, end: float) -> None:
+        """Records that from `start` to `end` the training thread waited, in the current phase, for the update of the
+        step before. A shorter wait than `SHORT_SECONDS` is left out. This time also counts in `blocked`."""
+        if end - start > SHORT_SECONDS:
+            self._waits.append(PhaseSpan(self.current, start, end))
+
     def gradient_arrived(self, moment: float) -> None:
         """Records that a gradient arrived at `moment` in the current phase. Only the first gradient of a phase is
         recorded."""
@@ -80,7 +86,7 @@ class PhaseRecorder:
         self._close()
         done = StepPhases(
             tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
-            first_gradient=self._first_gradient, single_node_share=self.single_node_share,
+            first_gradient=self._first_gradient, single_node_share=self.single_node_share, waits=tuple(self._waits),
         )  # fmt: skip
         self._reset()
         return done
@@ -98,6 +104,7 @@ class PhaseRecorder:
         self._cpu_by_phase: dict[Phase, float] = defaultdict(float)
         self._peaks: dict[Phase, int] = {}
         self._exposed: dict[Phase, float] = defaultdict(float)
+        self._waits: list[PhaseSpan] = []
         self.cpu_seconds = 0.0
         """CPU seconds that the recording has cost since the end of the last step."""
         self._first_gradient = None

@@ -4,6 +4,7 @@ with the phases of its step."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,8 +48,10 @@ class StepResultQueue:
         lost.
         """
         with DelayInterrupt(), self._waiting:
+            began = time.monotonic()
             result = self.engine.wait_for_update()
             if result is not None:
+                self._phases.waited_for_update(began, time.monotonic())
                 self._results.append(result)
 
     def wait_for_step(self) -> None:

@@ -213,6 +213,7 @@ class Recorder:
         memory, sums = self._optimizer.engine.memory, self._optimizer.engine.gradients.sums
         host_bytes = memory.host_bytes()
         host_bytes["gradient"] += sums.host_bytes() if sums is not None else 0
+        before = self.last_step
         return FinishedStep(
             number=self.number,
             result=result,
@@ -221,6 +222,7 @@ class Recorder:
             host_bytes=host_bytes,
             subgroups={where: memory.residence.count(where) for where in self._residences},
             paths=self._paths.sample() if self._paths is not None else (),
+            before=before.result if phases.waits and before is not None else None,
         )
 
     def catch_up(self) -> None:

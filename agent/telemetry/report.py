@@ -12,7 +12,9 @@ from tidegate.plan import OpKind
 from tidegate.speeds.rate_card import RATE_OF, MeasuredWork
 from tidegate.timeline.bytes_by_phase import start_of, totals_by_phase
 from tidegate.timeline.gradient_arrival import GradientArrival
+from tidegate.timeline.stall_analysis import waits_for
 from tidegate.timeline.step_record import FinishedStep, PathSample
+from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import DISPATCH, PhaseSpan, Span
 from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
 from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport, moved_by
@@ -70,15 +72,30 @@ def step_figures(report: StepReport, gradient_arrival: GradientArrival) -> Updat
 
 
 def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
-    """Stall seconds of a step. For the update: by cause. For other phases: time in which hooks blocked the training
-    thread."""
+    """Stall seconds of a step, by phase and cause. In the update: time in which nothing computes. In other phases: time
+    in which hooks block the training thread. If they wait for the update of the step before, as for its deferred
+    flushes, the cause is what that update waited for."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for cause, waited in exposed_waits(step.update_timeline).items():
         seconds["update", cause] += waited
     for phase, exposed in step.phases.exposed_seconds.items():
         if phase != "update":
             seconds[phase, DISPATCH] += exposed
+    if step.before is not None:
+        _add_waits_for(step.before, step.phases.waits, seconds)
     return tuple(StallRow(phase=phase, cause=cause, seconds=value) for (phase, cause), value in seconds.items())
+
+
+def _add_waits_for(before: StepResult, waits: Sequence[PhaseSpan], seconds: dict[tuple[str, str], float]) -> None:
+    """Adds what the training thread waited for while it waited for the update `before`. These waits count for
+    `dispatch` in `seconds` already, from which they are subtracted. The waits in the phase `update` are left out."""
+    spans, deps = before.spans[before.num_dropped :], {op.id: op.deps for op in before.plan.ops}
+    for wait in waits:
+        for cause, waited in waits_for(spans, deps, wait).items():
+            if wait.phase != "update" and cause != DISPATCH:
+                moved = min(waited, seconds[wait.phase, DISPATCH])
+                seconds[wait.phase, cause] += moved
+                seconds[wait.phase, DISPATCH] -= moved
 
 
 def _link_rows(spans: Sequence[Span], phases: Sequence[PhaseSpan]) -> tuple[LinkRow, ...]:

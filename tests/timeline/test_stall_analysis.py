@@ -21,6 +21,7 @@ from tidegate.timeline.stall_analysis import (
     exposed_waits,
     split_by_phase,
     stalls,
+    waits_for,
 )
 from tidegate.timeline.timeline import STALL_CAUSES, Phase, PhaseSpan, Span, Timeline
 
@@ -85,6 +86,23 @@ def timeline(
 def test_stalls(what: str, rows: list[Row], deps: dict[int, tuple[int, ...]], expected: list[Row]) -> None:
     found = stalls(timeline(rows, deps=deps))
     assert [(stall.cause, stall.start, stall.end) for stall in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "deps", "wait", "expected"),
+    [
+        ([], {}, (2, 5), {"dispatch": 3}),
+        ([(0, "d2h", 0, 2)], {}, (2, 5), {"dispatch": 3}),
+        ([(0, "d2h", 0, 4), (1, "d2h", 4, 5)], {}, (2, 5), {"d2h": 3}),
+        ([(0, "cpu", 0, 3), (1, "d2h", 3, 5)], {1: (0,)}, (2, 6), {"cpu": 1, "d2h": 2, "dispatch": 1}),
+        ([(0, "h2d", 0, 4), (1, "d2h", 0, 5)], {}, (2, 5), {"d2h": 3}),
+    ],
+)
+def test_waits_for_the_end_of_an_update(
+    rows: list[Row], deps: dict[int, tuple[int, ...]], wait: tuple[float, float], expected: dict[str, float]
+) -> None:
+    spans = timeline(rows).spans
+    assert waits_for(spans, deps, PhaseSpan("backward", *wait)) == pytest.approx(expected)
 
 
 def test_without_an_update_there_is_nothing_to_tell() -> None:

@@ -85,6 +85,20 @@ def exposed_waits(timeline: Timeline) -> dict[str, float]:
     return dict(waits)
 
 
+def waits_for(spans: Sequence[Span], deps: Mapping[int, Sequence[int]], wait: Interval) -> dict[str, float]:
+    """Seconds of `wait`, a time in which a thread waited for the end of all these spans, by cause: followed backwards
+    from the span that ended last, as in `stalls`. Unlike there, time in which this span or one before it computes
+    counts for its lane. `deps`: ids of the ops that each op depends on."""
+    late = [span for span in spans if span.end > wait.start]
+    pieces: list[_Piece] = []
+    last = max(late, key=attrgetter("end", "op"), default=None)
+    _attribute_gap(wait.start, wait.end, last, _Blockers(late, deps), pieces)
+    waits: defaultdict[str, float] = defaultdict(float)
+    for cause, start, end in pieces:
+        waits[cause] += end - start
+    return dict(waits)
+
+
 def critical_path(timeline: Timeline) -> tuple[int, ...]:
     """The critical path: ids of the ops that decided when the step ended, first to last. Each op was the last one that
     the next op waited for. Deferred flushes are not on it."""

@@ -64,6 +64,9 @@ class StepPhases:
     single_node_share: float = 0.0
     """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, and so
     arrive together, in the step's last backward pass."""
+    waits: tuple[PhaseSpan, ...] = ()
+    """Times in which the training thread waited for the update of the step before, each with the phase of this step in
+    which it waited. They are a part of `exposed_seconds`."""
 
     @property
     def with_tail(self) -> tuple[PhaseSpan, ...]:

@@ -23,6 +23,7 @@ from tests.agent.engine.test_tiered_exactness import Event, Pair
 from tests.agent.tiers.faults import Snapshot, always, break_path, lives, once, slow, store_of, train, training
 from tidegate.agent.engine.buffers import GradientBuffer
 from tidegate.agent.engine.planning_inputs import IdleTime
+from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.agent.telemetry.report import report_of
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import StateLost
@@ -102,6 +103,22 @@ def test_observers_get_the_result_when_the_flushes_are_done(tmp_path: Path) -> N
         report = report_of(step)
         assert report.spill_seconds == 0.0
         assert len(step.update_timeline.spans) == len(result.spans) - len(flushed)
+
+
+def test_a_gradient_that_waits_for_a_slow_flush_waits_for_the_path(tmp_path: Path) -> None:
+    with deferred_training(tmp_path) as pair:
+        recorder = Recorder(pair.optimizer)
+        pair.optimizer.observers.append(recorder.record)
+        train(pair, 2)
+        break_path(pair.optimizer, "good", "write", slow(0.3))
+        train(pair, 3, 2)  # the gradients of the second one wait
+        pair.optimizer.wait()
+        last = recorder.totals.last
+        assert last is not None
+        stalled = {row.cause: row.seconds for row in last.stalls if row.phase == "backward"}
+        assert stalled["good:write"] > 0.1
+        assert sum(stalled.values()) == pytest.approx(last.exposed_seconds["backward"])
+        assert all(seconds >= 0.0 for seconds in stalled.values())
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODEV])
