@@ -24,6 +24,8 @@ DeepSpeed's process used during its first steps.
 * `in_little_memory_share_of_fio`: throughput of Tidegate's direct I/O without checksums in as much memory as fio has
   (8 MiB), divided by fio's. `without_checksums_share_of_fio` is that in memory for 12 subgroups. On some virtual
   machines, data arrive faster in memory that is in the caches.
+* `disk_busy`: share of the time of Tidegate's update in which a fetch or a flush is in progress. If it is 1, the update
+  does not let the disk rest, and only the disk could make it shorter.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
   busy times; `overlap_of_pairs`: the same for two of them. Flushes that are deferred overlap with neither.
 * `overlap_behind_simulated`: how much lower `overlap` is than that of the simulator, for the same plan and the same
@@ -212,6 +214,7 @@ def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
     ours = rounds[name]
     spreads: dict[str, Any] = {
         **{key: spread(of(ours, key)) for key in ("backward", "update", "backward_and_update", "iteration")},
+        "disk_busy": spread(of(ours, "disk_busy")),
         "overlap": spread(of(ours, "overlap")),
         "overlap_behind_simulated": spread([one["simulated_overlap"] - one["overlap"] for one in ours]),
     }
@@ -227,6 +230,7 @@ def our_figures(rounds: Rounds, name: str, numel: int) -> dict[str, Any]:
         "bytes_per_param_written": round(statistics.median(of(ours, "written_bytes")) / numel, 3),
         "read_share": round(statistics.median(of(ours, "read_share_in_step")), 3),
         "bytes_per_param_of_state_moved": round(statistics.median(of(ours, "state_bytes")) / numel, 3),
+        "disk_busy": spreads["disk_busy"]["median"],
         "overlap": spreads["overlap"]["median"],
         "overlap_behind_simulated": spreads["overlap_behind_simulated"]["median"],
         "overlap_of_pairs": medians(ours, "overlap_of_pairs"),

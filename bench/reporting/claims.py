@@ -159,6 +159,7 @@ TIERED_UPDATE: Final = Claim(
         Figure("our own direct I/O's throughput, divided by fio's", "spread.io_layer_share_of_fio", THOUSANDTHS),
         Figure("the same without checksums", "spread.without_checksums_share_of_fio", THOUSANDTHS),
         Figure("that in 8 MiB of memory, as fio has", "spread.in_little_memory_share_of_fio", THOUSANDTHS),
+        Figure("share of the update in which a fetch or a flush is in progress", "spread.disk_busy", THOUSANDTHS),
         Figure("overlap of fetch, update and flush", "spread.overlap"),
         Figure(
             "how much lower it is than in the simulator", "spread.overlap_behind_simulated",

@@ -80,6 +80,7 @@ class Ours:
             "bytes_in_step": in_step,
             "read_share_in_step": bytes_between(fetched, *self._window) / max(1.0, in_step),
             "seconds_in_step": self._window[1] - self._window[0],
+            "disk_busy": busy_seconds(moved, self._window) / (self._window[1] - self._window[0]),
             "busy_seconds": busy,
             "overlap": overlap(*groups.values()),
             "simulated_overlap": self._simulated_overlap(backward_began, kinds),
