@@ -87,7 +87,7 @@ class Engine:
         self.planner.place_new_subgroups(self.effective)
         sums = HostSums(device, self._pool, accumulation == "host_fp32") if accumulation != "device" else None
         self.gradients = Gradients(device, params, self.layouts, mode, early, sums)
-        self.weights = WeightEdits(device, self.memory, self.shards)
+        self.weights = WeightEdits(device, self.memory, self.params, self.shards)
         self._runner = MemoryRunner(device, self.memory, self.gradients, self.shards, norm, self._pool, rule)
         self._preparer = OpPreparer(device, self.memory, self._runner, self._pool, rule)
         of_paths = [lane for path in self.host_slots for lane in path_lanes(path)]

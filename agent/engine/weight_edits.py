@@ -10,6 +10,7 @@ import torch
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.parameters.fingerprint import Fingerprints
+from tidegate.agent.parameters.shards import shard_of
 from tidegate.agent.parameters.subgroups import Layout, flat
 from tidegate.errors import EngineError, ParameterError
 
@@ -21,14 +22,17 @@ class WeightEdits:
     """Detects edited weights: by address and version of each weight and, because an edit through `.data` changes
     neither, by samples of its elements.
 
-    `params`: this rank's shards of all parameters. It is the engine's own list and not a copy: parameters that are
-    added to the engine later are in it, too.
+    whole: all parameters. `params`: this rank's shards of them. They are the engine's own lists and not copies:
+        parameters that are added to the engine later are in them, too. A shard that FSDP2 has replaced is replaced in
+        `params` before edits are looked for.
     """
 
-    def __init__(self, device: Device, memory: StateMemory, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, device: Device, memory: StateMemory, whole: Sequence[torch.Tensor], params: list[torch.Tensor]
+    ) -> None:
         self._device = device
         self._memory = memory
-        self._params = params
+        self._whole, self._params = whole, params
         self._forms: list[WeightForm] = []
         self._places: list[torch.device] = []
         self._stamps: list[tuple[int, int]] = []
@@ -57,6 +61,9 @@ class WeightEdits:
 
         by_data: also finds edits through `.data`. On a GPU this waits for the work that the framework has enqueued.
         """
+        # Before pytorch's pull request 163130 (September 2025), FSDP2 replaces a shard that is smaller than those of
+        # other ranks, at the first forward and when it loads a state.
+        self._params[:] = [shard_of(whole) for whole in self._whole]
         stamped = {i for i, before in enumerate(self._stamps) if before != self._stamp(i)}
         return stamped | self._samples.changed() if by_data else stamped
 

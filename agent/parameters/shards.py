@@ -55,8 +55,8 @@ def gradients_are_final(param: torch.Tensor) -> bool:
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, in the same memory (the tensor itself if it is not divided); always the same object for the
-    same tensor."""
+    """This rank's shard, in the same memory (the tensor itself if it is not divided). The same object for the same
+    tensor, until FSDP2 replaces the shard."""
     if not is_divided(tensor):
         return tensor
     part: torch.Tensor = tensor._local_tensor
