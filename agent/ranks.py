@@ -155,8 +155,7 @@ class Ranks:
         """Element-wise minimum over all ranks, by one small all-reduce of doubles."""
         if self.count == 1:
             return list(mine)
-        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-        numbers = torch.tensor(mine, dtype=torch.float64, device=device)
+        numbers = torch.tensor(mine, dtype=torch.float64, device=_device_of_collectives())
         torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN)
         return numbers.tolist()
 
@@ -176,3 +175,10 @@ class Ranks:
             raise
         if not self.all_true(True):
             raise elsewhere
+
+
+def _device_of_collectives() -> str:
+    """Type of the device whose tensors the process group exchanges: the CPU if it can, else for example `cuda`."""
+    # Not `get_backend`: it is "undefined" if the group was made without the name of a backend.
+    devices = [one.split(":")[0] for one in torch.distributed.get_backend_config().split(",")]
+    return "cpu" if "cpu" in devices else devices[0]

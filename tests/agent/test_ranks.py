@@ -14,7 +14,14 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tidegate
-from tidegate.agent.ranks import Ranks, cpu_lane_threads, local_rank, ranks_of_host, ranks_that_share_host
+from tidegate.agent.ranks import (
+    Ranks,
+    _device_of_collectives,
+    cpu_lane_threads,
+    local_rank,
+    ranks_of_host,
+    ranks_that_share_host,
+)
 from tidegate.errors import ConfigError
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -163,6 +170,26 @@ def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "first")
     with pytest.raises(ConfigError, match="LOCAL_RANK is 'first', a whole number is needed"):
         local_rank()
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu"), ("cpu:gloo", "cpu")],
+)
+def test_collectives_use_a_device_that_the_process_group_has(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
+    assert _device_of_collectives() == device
+
+
+def test_a_process_group_without_the_name_of_a_backend() -> None:
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.distributed.get_backend() == "undefined"
+        assert _device_of_collectives() == ("cuda" if torch.cuda.is_available() else "cpu")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
