@@ -27,12 +27,13 @@ from tidegate.agent.gradients.gradient_record import (
     GradientRecord,
     as_stored,
     check_gradient,
+    has_other_owner,
     identity_of,
     private_alias,
 )
 from tidegate.agent.gradients.released_gradient import ReleasedGradient, is_released
 from tidegate.agent.parameters.fingerprint import sample_view
-from tidegate.agent.parameters.shards import check_divided_alike, shard_of, wrap_like
+from tidegate.agent.parameters.shards import check_divided_alike, gradients_are_final, shard_of, wrap_like
 from tidegate.agent.parameters.subgroups import GRAD_DTYPES, Layout, address_of, grad_dtype_of, is_dense
 from tidegate.errors import ParameterError
 
@@ -242,6 +243,8 @@ class Gradients:
             return
         check_divided_alike(param, whole, whole.grad)
         check_gradient(param, weight, grad)
+        if self.mode == "release" and not gradients_are_final(whole) and has_other_owner(grad):
+            grad = grad.detach().clone()  # autograd could add to its memory before a lane has read it
         dense = as_stored(weight, grad)
         self._device.adopt(dense)
         # A gradient whose elements share memory, or leave gaps, cannot be sampled: each check records it again.

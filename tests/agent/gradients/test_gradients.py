@@ -349,3 +349,34 @@ def test_backward_without_step_does_not_fill_the_memory(monkeypatch: pytest.Monk
             copied_early(optimizer, 6)
             optimizer.zero_grad()
         assert len(optimizer.engine._dropped) == 40
+
+
+# ---- memory that autograd shares between gradients
+
+
+def test_a_released_gradient_is_not_in_memory_that_autograd_adds_to() -> None:
+    """The gradient of `query` is a view of the one that waits for `x`, which gets a second part later."""
+    query = torch.nn.Parameter(torch.randn(16, 8))
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    with tidegate.AdamW([query, *first.parameters(), *second.parameters()], offload=RELEASED) as optimizer:
+        gradients, taken, whole = optimizer.engine.gradients, dict[int, int](), list[int]()
+        accumulated = gradients.accumulated
+
+        def observed(param: int) -> tuple[int, ...]:
+            ready = accumulated(param)
+            taken[param] = gradients.reference(param).address
+            return ready
+
+        gradients.accumulated = observed  # type: ignore[method-assign]
+        arrived: dict[int, int] = {}
+        for number, param in enumerate((query, *first.parameters(), *second.parameters())):
+            note = lambda grad, number=number: arrived.__setitem__(number, grad.data_ptr())  # noqa: E731
+            param.register_hook(note)
+        x = first(torch.randn(1, 16, 8))
+        x.register_hook(lambda grad: whole.append(grad.data_ptr()))
+        late = second(x).sum()  # made first, so that its backward runs last
+        y = x + query.unsqueeze(0)
+        (y.square().sum() + late).backward()
+        assert taken[0] != arrived[0]
+        assert taken[0] not in whole
+        assert {number for number in taken if taken[number] == arrived[number]} >= {1, 3}, "others are not copied"
