@@ -27,11 +27,9 @@ from tidegate.agent.cgroups import host_available_bytes
 from tidegate.agent.cleanup import close_all
 from tidegate.errors import MemoryBudgetError
 from tidegate.kernels import fill
+from tidegate.kernels.io.direct_io import WIPE_ON_FORK
 
 log = logging.getLogger("tidegate.devices")
-
-WIPE_ON_FORK: Final = 18
-"""MADV_WIPEONFORK, which Python does not define. With it, a fork causes no copy-on-write of pages that the GPU uses."""
 
 TOUCH_BYTES: Final = 64 << 20
 """Size in bytes of the pieces of new memory that are zeroed by several threads. Each thread zeroes one piece after the

@@ -256,7 +256,8 @@ class FileMover:
         return max(float(end - start), 1e-9)
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Ends the threads. Writes that still wait for the lock will fail before they touch anything. Idempotent."""
+        self.stop.set()
         self.pool.close()
 
 

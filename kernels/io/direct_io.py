@@ -10,12 +10,16 @@ import errno
 import mmap
 import os
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidegate.kernels import _native
+
+WIPE_ON_FORK: Final = 18
+"""MADV_WIPEONFORK, which Python does not define. A forked child gets the memory filled with zeros, and a fork causes no
+copy-on-write of pages that a device uses."""
 
 ALIGNMENT = _native.DIRECT_ALIGNMENT
 """Required alignment of addresses, sizes and offsets of direct transfers, in bytes."""
@@ -178,16 +182,16 @@ def _open_o_direct(path: str | os.PathLike[str], flags: int) -> int | None:
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
     """Returns `nbytes` bytes of zeroed memory for direct I/O, aligned to a page. Huge pages are requested.
 
-    The memory does not exist in a forked child: access to it there crashes the child. If a child shared the memory,
-    writes of the parent would copy pages (copy-on-write) during a transfer. The memory is freed with the last array
-    that uses it; `torch.from_numpy` makes a tensor of it without a copy.
+    A forked child has zeros in its place. If a child shared the memory, writes of the parent would copy pages
+    (copy-on-write) during a transfer. The memory is freed with the last array that uses it; `torch.from_numpy` makes a
+    tensor of it without a copy.
 
     ValueError for less than one byte, OSError if memory cannot be allocated.
     """
     if nbytes < 1:
         raise ValueError(f"nbytes is {nbytes}, must be 1 or more")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
+    memory.madvise(WIPE_ON_FORK)
     _try_huge_pages(memory)
     buffer: NDArray[Any] = np.frombuffer(memory, np.uint8)
     return buffer

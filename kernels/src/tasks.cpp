@@ -72,13 +72,12 @@ TaskResult TransferTask::run(const std::function<void()>& queued) {
     if (request_.kind == IoKind::Write && stop_->is_set()) throw std::runtime_error("the path takes no more state");
     if (request_.kind == IoKind::Write) clear_padding();
     IoRequest request = request_;
-    if (!checksums_.empty()) {
-      std::copy(checksums_.begin(), checksums_.end(), request.checksums);
-      request.checksums_known = true;
-    }
+    request.checksums_known = !checksums_.empty();
     ticket_ = pool_.submit(request);
     queued();
     ok = ticket_->wait(std::numeric_limits<double>::infinity()) && ticket_->ok();
+    // Not before: a path that was closed while this task waited for the lock no longer has memory for them.
+    if (ok) std::copy(checksums_.begin(), checksums_.end(), request.checksums);
   } catch (const std::exception&) {  // the same call from Python raises it, too
     if (ticket_) {
       ticket_->cancel();
