@@ -1,5 +1,5 @@
-"""Shards that FSDP2 replaces after the optimizer was built. Before pytorch's pull request 163130 (September 2025) it does
-so at the first forward and when it loads a state, if ranks have shards of different sizes."""
+"""Shards that FSDP2 replaces after the optimizer was built. Before pytorch's pull request 163130 (September 2025) it
+does so at the first forward and when it loads a state, if ranks have shards of different sizes."""
 
 from __future__ import annotations
 
