@@ -3,7 +3,7 @@ differences are known before training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,21 +33,32 @@ def differences(kernels: GpuKernels, device: torch.device, update: TritonUpdate)
     """Runs each kernel on `device`, in each variant for which it is compiled, and waits. Returns the names of the
     results that differ from the oracle's by any bit.
 
-    update: the rule's trials. Every other one has unusual gradients and unaligned arrays: so trials and arrays reach
-        each branch, but not every combination, which would take minutes to compile.
+    update: the rule's trials. Every other one has unusual gradients and unaligned arrays, and the first one is repeated
+        with unaligned arrays, which is what layouts ask for most. So trials and arrays reach each branch, but not every
+        combination, which would take minutes to compile.
 
     Errors of a launch are not caught.
     """
     found = []
     with _current_device(device):
-        for number, (name, values) in enumerate(update.trials.items()):
-            is_usual = number % 2 == 0
-            words = ", ".join(filter(None, (name, "" if is_usual else "another gradient, unaligned")))
+        for name, values, grads, is_aligned in _trials(update):
+            about = (name, "another gradient" if grads is OTHER_GRADS else "", "" if is_aligned else "unaligned")
+            words = ", ".join(filter(None, about))
             found += [
                 f"the update of {weight.name} weights" + (f" ({words})" if words else "")
-                for weight in WeightFormat if not _updates(kernels, device, update, weight, values, is_usual)
-            ]  # fmt: skip
+                for weight in WeightFormat
+                if not _updates(kernels, device, update, weight, values, grads[weight], is_aligned)
+            ]
         return found + [f"the sum of squares of {name} gradients" for name in _wrong_sums(kernels, device)]
+
+
+def _trials(update: TritonUpdate) -> Iterator[tuple[str, Any, Mapping[WeightFormat, GradDtype], bool]]:
+    """Name, scalars, gradient dtypes and whether the arrays are aligned, for each run of the kernel."""
+    for number, (name, values) in enumerate(update.trials.items()):
+        is_usual = number % 2 == 0
+        yield name, values, USUAL_GRADS if is_usual else OTHER_GRADS, is_usual
+        if number == 0:
+            yield name, values, USUAL_GRADS, False
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -55,16 +66,16 @@ def _current_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _updates(
-    kernels: GpuKernels, device: torch.device, update: TritonUpdate, form: WeightFormat, values: Any, is_usual: bool
-) -> bool:
+    kernels: GpuKernels, device: torch.device, update: TritonUpdate, form: WeightFormat, values: Any,
+    grad_dtype: GradDtype, is_aligned: bool,
+) -> bool:  # fmt: skip
     """Runs one update on normal and denormal numbers. Returns whether all results equal those of the oracle bit for
     bit."""
-    grad_dtype = (USUAL_GRADS if is_usual else OTHER_GRADS)[form]
     master, numbers, grad = _numbers(3)
     weight, aux = _weight(master, form)
     state = update.trial_state(numbers)
     arrays = (weight, aux, _as_grad(grad, grad_dtype), *state)
-    tensors = [None if array is None else _on_device(array, device, is_usual) for array in arrays]
+    tensors = [None if array is None else _on_device(array, device, is_aligned) for array in arrays]
     at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     kernels.update([Update(NUMEL, at[0], form, at[1], tuple(at[3:]), at[2], grad_dtype, values)])
     update.oracle(weight, form, aux, state, arrays[2], grad_dtype, values)

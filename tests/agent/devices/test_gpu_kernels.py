@@ -237,6 +237,10 @@ def has_another_gradient(run: Update) -> bool:
     return run.grad_dtype is not self_test.USUAL_GRADS[run.weight_format]
 
 
+def is_plain_but_unaligned(run: Update) -> bool:
+    return is_unaligned(run) and not has_l2(run) and not has_another_gradient(run)
+
+
 def is_of_a_tail(run: Update) -> bool:
     return run.scalars.arithmetic is Arithmetic.DEEPSPEED_TAIL
 
@@ -244,7 +248,9 @@ def is_of_a_tail(run: Update) -> bool:
 @pytest.mark.parametrize(
     ("fails_for", "rule"),
     [
-        *itertools.product((has_l2, is_unaligned, has_another_gradient), ("adamw", "deepspeed_adamw")),
+        *itertools.product(
+            (has_l2, is_unaligned, has_another_gradient, is_plain_but_unaligned), ("adamw", "deepspeed_adamw")
+        ),
         (is_of_a_tail, "deepspeed_adamw"),
     ],
 )
