@@ -37,6 +37,8 @@ class ForwardOverlap:
         self._read_early: set[int] = set()
         """Numbers of the weights for which the whole model waits: those that are read before the unit that holds them
         is called, and those whose unit is never called."""
+        self._training = False
+        """Whether a forward of the model is running that is followed by a backward."""
         self._learner: _ReadsBeforeCall | None = None
         self._handles: list[Any] = []
         self.rebuild()
@@ -83,14 +85,16 @@ class ForwardOverlap:
     def _before_unit(self, numbers: frozenset[int], module: torch.nn.Module, *_: Any) -> None:
         if self._learner is not None:
             self._learner.called |= numbers
-        if not torch.is_grad_enabled() or not module.training:
-            self._optimizer.wait()
-        else:
+        # Reentrant checkpoints call modules of a training forward without gradients.
+        if module.training and (self._training or torch.is_grad_enabled()):
             self._optimizer._wait_for_weights(numbers)
+        else:
+            self._optimizer.wait()
 
     def _before_model(self, model: torch.nn.Module, *_: Any) -> None:
         self._stop_learning()  # an aborted forward may have left a learner
-        if not torch.is_grad_enabled() or not model.training:
+        self._training = torch.is_grad_enabled() and model.training
+        if not self._training:
             self._optimizer.wait()
         elif self.in_background:
             self._optimizer._wait_for_weights(self._read_early)
@@ -107,6 +111,7 @@ class ForwardOverlap:
             self.in_background = True
 
     def _stop_learning(self, *_: Any) -> None:
+        self._training = False
         learner, self._learner = self._learner, None
         if learner is not None:
             learner.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ def differences(kernels: GpuKernels, device: torch.device, update: TritonUpdate)
     results that differ from the oracle's by any bit.
 
     update: the rule's trials. Every other one has unusual gradients and unaligned arrays, and the first one is repeated
-        with unaligned arrays, which is what layouts ask for most. So trials and arrays reach each branch, but not every
+        with unaligned arrays, for which many layouts ask. So trials and arrays reach each branch, but not every
         combination, which would take minutes to compile.
 
     Errors of a launch are not caught.

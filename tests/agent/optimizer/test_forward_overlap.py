@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils.checkpoint import checkpoint
 
 import tidegate
 from tests.agent.plain_adamw import PlainAdamW
@@ -266,6 +268,25 @@ def test_step_returns_before_the_update_is_done() -> None:
         tidegate.wait(optimizer)
         assert not optimizer.engine.running
         assert len(seen) == 1
+
+
+def test_reentrant_checkpoints_wait_for_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = overlapped()
+    for block in model.blocks:
+        call = block.forward
+        block.forward = functools.partial(checkpoint, call, use_reentrant=True)
+    waits: list[bool] = []
+    with optimizer, tidegate.overlap_forward(optimizer, model):
+        run = Run(model, optimizer, None)
+        run.train(0)
+        monkeypatch.setattr(optimizer, "wait", lambda: waits.append(torch.is_grad_enabled()))
+        model(tokens(1))
+        assert waits == []
+        monkeypatch.undo()
+        run.train(1)
+        run.train(2)
+        tidegate.wait(optimizer)
+        assert run.agrees()
 
 
 def test_what_is_read_before_its_module_is_called_is_learnt() -> None:
