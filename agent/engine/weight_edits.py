@@ -10,7 +10,7 @@ import torch
 from tidegate.agent.devices.base import Device
 from tidegate.agent.engine.memory import StateMemory
 from tidegate.agent.parameters.fingerprint import Fingerprints
-from tidegate.agent.parameters.shards import shard_of
+from tidegate.agent.parameters.shards import is_divided, shard_of
 from tidegate.agent.parameters.subgroups import Layout, flat
 from tidegate.errors import EngineError, ParameterError
 
@@ -41,6 +41,7 @@ class WeightEdits:
 
     def extend(self, layouts: Sequence[Layout]) -> None:
         """Starts to check the parameters that were appended to `params`. `layouts`: their subgroups."""
+        self._any_divided = any(map(is_divided, self._whole))
         self._places += [param.device for param in self._params[len(self._forms) :]]
         self._forms += [_form(param) for param in self._params[len(self._forms) :]]
         for layout in layouts:
@@ -63,7 +64,8 @@ class WeightEdits:
         """
         # Before pytorch's pull request 163130 (September 2025), FSDP2 replaces a shard that is smaller than those of
         # other ranks, at the first forward and when it loads a state.
-        self._params[:] = [shard_of(whole) for whole in self._whole]
+        if self._any_divided:
+            self._params[:] = [shard_of(whole) for whole in self._whole]
         stamped = {i for i, before in enumerate(self._stamps) if before != self._stamp(i)}
         return stamped | self._samples.changed() if by_data else stamped
 
