@@ -24,8 +24,8 @@ DeepSpeed's process used during its first steps.
 * `in_little_memory_share_of_fio`: throughput of Tidegate's direct I/O without checksums in as much memory as fio has
   (8 MiB), divided by fio's. `without_checksums_share_of_fio` is that in memory for 12 subgroups. On some virtual
   machines, data arrive faster in memory that is in the caches.
-* `disk_busy`: share of the time of Tidegate's update in which a fetch or a flush is in progress. If it is 1, the update
-  does not let the disk rest, and only the disk could make it shorter.
+* `disk_busy`: share of the time of Tidegate's update in which a fetch or a flush is in progress. At 1, the disk always
+  has work, and only a faster disk could make the update shorter.
 * `overlap`: time in which a fetch, an update and a flush are all in progress, divided by the shortest of their three
   busy times; `overlap_of_pairs`: the same for two of them. Flushes that are deferred overlap with neither.
 * `overlap_behind_simulated`: how much lower `overlap` is than that of the simulator, for the same plan and the same

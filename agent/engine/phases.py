@@ -86,7 +86,8 @@ class PhaseRecorder:
         self._close()
         done = StepPhases(
             tuple(self._spans), dict(self._cpu_by_phase), dict(self._peaks), dict(self._exposed), self.cpu_seconds,
-            first_gradient=self._first_gradient, single_node_share=self.single_node_share, waits=tuple(self._waits),
+            first_gradient=self._first_gradient, single_node_share=self.single_node_share,
+            waits_for_update=tuple(self._waits),
         )  # fmt: skip
         self._reset()
         return done

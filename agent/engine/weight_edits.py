@@ -62,12 +62,16 @@ class WeightEdits:
 
         by_data: also finds edits through `.data`. On a GPU this waits for the work that the framework has enqueued.
         """
-        # Before pytorch's pull request 163130 (September 2025), FSDP2 replaces a shard that is smaller than those of
-        # other ranks, at the first forward and when it loads a state.
-        if self._any_divided:
-            self._params[:] = [shard_of(whole) for whole in self._whole]
+        self._follow_replaced_shards()
         stamped = {i for i, before in enumerate(self._stamps) if before != self._stamp(i)}
         return stamped | self._samples.changed() if by_data else stamped
+
+    def _follow_replaced_shards(self) -> None:
+        """Replaces the shards in `params` by the present ones. Before pytorch's pull request 163130 (September 2025),
+        FSDP2 gives a shard that is smaller than those of other ranks new memory, at the first forward and when it loads
+        a state."""
+        if self._any_divided:
+            self._params[:] = [shard_of(whole) for whole in self._whole]
 
     def unchanged(self) -> set[int]:
         """Numbers of the parameters that hold the same bits as after the last update, as far as versions and samples

@@ -12,8 +12,9 @@ from tidegate.agent.devices.base import Event
 from tidegate.agent.parameters.subgroups import grad_dtype_of
 from tidegate.errors import ParameterError
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""Number of owners of the storage at a `cdata` address."""
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+"""Function that returns the number of owners of the storage at a `cdata` address. Older builds of torch without CUDA do
+not have it, and do not need it: the emulated device keeps each gradient until it has read it."""
 
 TensorIdentity = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
 """Address, version, dtype, shape and strides of a gradient. Each change of the gradient changes this, except for writes
@@ -95,21 +96,22 @@ def private_alias(dense: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 def has_other_owner(grad: torch.Tensor) -> bool:
     """Whether the memory of a gradient that has just arrived has an owner besides `.grad`: usually another gradient of
     the same backward. Autograd may add to that one in place as soon as `.grad` no longer owns the memory. To be called
-    in the hook of the gradient."""
-    return _num_owners(grad) > _owners_of_new_gradient()
+    in the hook of the gradient. False if torch cannot tell."""
+    return _use_count is not None and _num_owners(grad, _use_count) > _num_owners_of_new_gradient(_use_count)
 
 
-def _num_owners(grad: torch.Tensor) -> int:
-    return _use_count(grad.untyped_storage()._cdata)
+def _num_owners(grad: torch.Tensor, use_count: Callable[[int], int]) -> int:
+    """Number of owners of the memory of a gradient."""
+    return use_count(grad.untyped_storage()._cdata)
 
 
 @cache
-def _owners_of_new_gradient() -> int:
+def _num_owners_of_new_gradient(use_count: Callable[[int], int]) -> int:
     """Number of owners of a gradient's memory, seen in the hook of the gradient, if only `.grad` and the node that
     writes it own the memory. It depends on the version of torch."""
     found: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         weight = torch.nn.Parameter(torch.zeros(2, device="cpu"))
-        weight.register_post_accumulate_grad_hook(lambda param: found.append(_num_owners(param.grad)))
+        weight.register_post_accumulate_grad_hook(lambda param: found.append(_num_owners(param.grad, use_count)))
         (weight * 2.0).sum().backward()
     return found[0]

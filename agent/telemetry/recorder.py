@@ -222,7 +222,7 @@ class Recorder:
             host_bytes=host_bytes,
             subgroups={where: memory.residence.count(where) for where in self._residences},
             paths=self._paths.sample() if self._paths is not None else (),
-            before=before.result if phases.waits and before is not None else None,
+            previous_result=before.result if phases.waits_for_update and before is not None else None,
         )
 
     def catch_up(self) -> None:

@@ -12,9 +12,8 @@ from tidegate.plan import OpKind
 from tidegate.speeds.rate_card import RATE_OF, MeasuredWork
 from tidegate.timeline.bytes_by_phase import start_of, totals_by_phase
 from tidegate.timeline.gradient_arrival import GradientArrival
-from tidegate.timeline.stall_analysis import waits_for
+from tidegate.timeline.stall_analysis import causes_of_wait
 from tidegate.timeline.step_record import FinishedStep, PathSample
-from tidegate.timeline.step_result import StepResult
 from tidegate.timeline.timeline import DISPATCH, PhaseSpan, Span
 from tidegate.timeline.verdict import SKIPPED, UpdateFigures, verdict
 from tidegate.wire.step import LinkRow, PathOperation, PathRow, PathState, StallRow, StepReport, moved_by
@@ -81,17 +80,20 @@ def _stall_rows(step: FinishedStep) -> tuple[StallRow, ...]:
     for phase, exposed in step.phases.exposed_seconds.items():
         if phase != "update":
             seconds[phase, DISPATCH] += exposed
-    if step.before is not None:
-        _add_waits_for(step.before, step.phases.waits, seconds)
+    _add_waits_for_update(step, seconds)
     return tuple(StallRow(phase=phase, cause=cause, seconds=value) for (phase, cause), value in seconds.items())
 
 
-def _add_waits_for(before: StepResult, waits: Sequence[PhaseSpan], seconds: dict[tuple[str, str], float]) -> None:
-    """Adds what the training thread waited for while it waited for the update `before`. These waits count for
-    `dispatch` in `seconds` already, from which they are subtracted. The waits in the phase `update` are left out."""
+def _add_waits_for_update(step: FinishedStep, seconds: dict[tuple[str, str], float]) -> None:
+    """Divides the time in which the training thread waited for the update of the step before among what that update
+    waited for. In `seconds`, this time counts for `dispatch` before the call. Waits in the phase `update` are left out:
+    `exposed_waits` has them."""
+    before = step.previous_result
+    if before is None:
+        return
     spans, deps = before.spans[before.num_dropped :], {op.id: op.deps for op in before.plan.ops}
-    for wait in waits:
-        for cause, waited in waits_for(spans, deps, wait).items():
+    for wait in step.phases.waits_for_update:
+        for cause, waited in causes_of_wait(wait, spans, deps).items():
             if wait.phase != "update" and cause != DISPATCH:
                 moved = min(waited, seconds[wait.phase, DISPATCH])
                 seconds[wait.phase, cause] += moved

@@ -16,12 +16,12 @@ from tidegate.simulator.simulate import simulate
 from tidegate.speeds.rate_card import PathRates, RateCard
 from tidegate.timeline.stall_analysis import (
     busy_seconds,
+    causes_of_wait,
     common_seconds,
     critical_path,
     exposed_waits,
     split_by_phase,
     stalls,
-    waits_for,
 )
 from tidegate.timeline.timeline import STALL_CAUSES, Phase, PhaseSpan, Span, Timeline
 
@@ -102,7 +102,7 @@ def test_waits_for_the_end_of_an_update(
     rows: list[Row], deps: dict[int, tuple[int, ...]], wait: tuple[float, float], expected: dict[str, float]
 ) -> None:
     spans = timeline(rows).spans
-    assert waits_for(spans, deps, PhaseSpan("backward", *wait)) == pytest.approx(expected)
+    assert causes_of_wait(PhaseSpan("backward", *wait), spans, deps) == pytest.approx(expected)
 
 
 def test_without_an_update_there_is_nothing_to_tell() -> None:

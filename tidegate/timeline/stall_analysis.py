@@ -79,24 +79,25 @@ def stalls(timeline: Timeline) -> tuple[Stall, ...]:
 
 def exposed_waits(timeline: Timeline) -> dict[str, float]:
     """Seconds in which the update could not compute, by cause: the sums of `stalls`."""
-    waits: defaultdict[str, float] = defaultdict(float)
-    for cause, start, end in _pieces(timeline):
-        waits[cause] += end - start
-    return dict(waits)
+    return _seconds_by_cause(_pieces(timeline))
 
 
-def waits_for(spans: Sequence[Span], deps: Mapping[int, Sequence[int]], wait: Interval) -> dict[str, float]:
-    """Seconds of `wait`, a time in which a thread waited for the end of all these spans, by cause: followed backwards
-    from the span that ended last, as in `stalls`. Unlike there, time in which this span or one before it computes
-    counts for its lane. `deps`: ids of the ops that each op depends on."""
+def causes_of_wait(wait: Interval, spans: Sequence[Span], deps: Mapping[int, Sequence[int]]) -> dict[str, float]:
+    """Causes of a wait for the end of all these spans: the seconds of the wait, by cause. The chain of waits is
+    followed backwards from the span that ended last, as in `stalls`. Unlike there, the wait may include time in which
+    an op computes: it counts for the lane of that op. `deps`: ids of the ops that each op depends on."""
     late = [span for span in spans if span.end > wait.start]
     pieces: list[_Piece] = []
     last = max(late, key=attrgetter("end", "op"), default=None)
     _attribute_gap(wait.start, wait.end, last, _Blockers(late, deps), pieces)
-    waits: defaultdict[str, float] = defaultdict(float)
+    return _seconds_by_cause(pieces)
+
+
+def _seconds_by_cause(pieces: Iterable[_Piece]) -> dict[str, float]:
+    seconds: defaultdict[str, float] = defaultdict(float)
     for cause, start, end in pieces:
-        waits[cause] += end - start
-    return dict(waits)
+        seconds[cause] += end - start
+    return dict(seconds)
 
 
 def critical_path(timeline: Timeline) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ class FinishedStep:
     subgroups: dict[str, int]
     """Number of subgroups by residence (`device`, `host` or the name of a path)."""
     paths: tuple[PathSample, ...] = ()
-    before: StepResult | None = None
-    """Result of the step before; None if it is not known, or if `phases.waits` is empty."""
+    previous_result: StepResult | None = None
+    """Result of the step before; None if it is not known, or if `phases.waits_for_update` is empty."""
     timestamp: float = field(default_factory=time.time)
     _wall: float = field(default_factory=lambda: time.time() - time.monotonic())
     """Difference between the clocks: a time on the monotonic clock plus this value is a time in seconds since the

@@ -64,7 +64,7 @@ class StepPhases:
     single_node_share: float = 0.0
     """Largest share of the parameters' elements whose gradients come from a single node of the autograd graph, and so
     arrive together, in the step's last backward pass."""
-    waits: tuple[PhaseSpan, ...] = ()
+    waits_for_update: tuple[PhaseSpan, ...] = ()
     """Times in which the training thread waited for the update of the step before, each with the phase of this step in
     which it waited. They are a part of `exposed_seconds`."""
 
