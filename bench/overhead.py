@@ -132,9 +132,11 @@ class Training:
         return time.perf_counter() - began
 
     def size(self) -> None:
-        """Chooses the batch size with which a step takes about STEP_SECONDS."""
-        seconds = statistics.median(self.step() for _ in range(10))
-        self.rows = max(1, math.ceil(self.rows * STEP_SECONDS / seconds))
+        """Chooses the batch size with which a step takes about STEP_SECONDS. In two rounds, because a part of a step,
+        the update, takes as long with any batch size."""
+        for _ in range(2):
+            seconds = statistics.median(self.step() for _ in range(10))
+            self.rows = max(1, math.ceil(self.rows * STEP_SECONDS / seconds))
 
     def hooks_seconds(self, steps: int) -> float:
         """CPU seconds of Tidegate's hooks in one step, without the phase clock. Hooks of gradients are measured in

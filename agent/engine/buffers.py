@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,13 +27,36 @@ class HostBuffers(dict[int, torch.Tensor]):
         self._new = new
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         """Released buffers that are not freed yet, by size in bytes."""
+        self._changes = 0
+        """Number of changes of the buffers."""
+        self._counted = (0, 0)
+        """A sum of `nbytes`, with the number of changes before it. It is valid until the next change."""
 
     @property
     def nbytes(self) -> int:
         """Total bytes of all buffers, including released buffers that are not freed yet. May be called from any thread,
         also while another thread allocates and releases buffers."""
-        spare = sum(size * len(buffers) for size, buffers in self._spare.copy().items())
-        return sum(buffer.numel() for buffer in self.copy().values()) + spare
+        changes, (counted_at, nbytes) = self._changes, self._counted
+        if changes != counted_at:
+            spare = sum(size * len(buffers) for size, buffers in self._spare.copy().items())
+            nbytes = sum(buffer.numel() for buffer in self.copy().values()) + spare
+            self._counted = changes, nbytes
+        return nbytes
+
+    def __setitem__(self, subgroup: int, buffer: torch.Tensor) -> None:
+        super().__setitem__(subgroup, buffer)
+        self._changes += 1
+
+    def __delitem__(self, subgroup: int) -> None:
+        super().__delitem__(subgroup)
+        self._changes += 1
+
+    def pop(self, subgroup: int, /, *default: Any) -> Any:
+        """As `dict.pop`: removes the subgroup's buffer and returns it. Without a buffer, returns `default`; without
+        `default`, raises KeyError."""
+        buffer = super().pop(subgroup, *default)
+        self._changes += 1
+        return buffer
 
     def allocate(self, subgroup: int, nbytes: int) -> None:
         """Gives the subgroup a buffer with undefined content: a released buffer of this size if there is one, else a
@@ -50,13 +73,17 @@ class HostBuffers(dict[int, torch.Tensor]):
         buffer = self.pop(subgroup, None)
         if buffer is not None:
             self._spare[buffer.numel()].append(buffer)
+            self._changes += 1
 
     def free_released(self) -> None:
         """Frees the buffers that were released and not reused."""
-        self._spare.clear()
+        if self._spare:
+            self._spare.clear()
+            self._changes += 1
 
     def clear(self) -> None:
         super().clear()
+        self._changes += 1
         self.free_released()
 
 

@@ -20,9 +20,9 @@ from tidegate.agent.telemetry.metric_store import Labels, MetricStore
 from tidegate.agent.telemetry.paths import PathSampler
 from tidegate.agent.telemetry.phase_forecast import PhaseForecast
 from tidegate.agent.telemetry.report import report_of
+from tidegate.agent.telemetry.step_sums import step_sums
 from tidegate.client.discovery import state_dir
 from tidegate.errors import ConfigError
-from tidegate.kernels.arithmetic.span_sums import measured_work
 from tidegate.logs import event
 from tidegate.plan import Plan
 from tidegate.simulator.simulate import update_seconds
@@ -238,17 +238,17 @@ class Recorder:
 
     def _process(self, step: FinishedStep, known: _KnownPlan) -> None:
         """Computes the report of one step, and updates metrics, rates and the prediction of its plan."""
-        result, totals, work = step.result, self._totals, measured_work(step.result.spans)
-        report = report_of(step, work)
+        result, totals, sums = step.result, self._totals, step_sums(step)
+        report = report_of(step, sums)
         expected = self._expected.with_update(known.predicted_seconds)
         error = step_metrics.add_step(self.metrics, step, report, expected)
         self._expected.observe(report.phase_seconds)
         totals.prediction_error = totals.prediction_error if error is None else error
         totals.steps, totals.last = report.step, report
         if not result.skipped:
-            totals.gradient_arrival += step.gradient_arrival
+            totals.gradient_arrival += sums.gradient_arrival
         self._unreported.append(report)
-        for name in self._live.observe(work, _ran(step)):
+        for name in self._live.observe(sums.work, _ran(step)):
             log.info(
                 "the measured speed %s has changed over several steps: its earlier measurements are discarded", name,
                 extra=event("rate_drifted", rate=name),

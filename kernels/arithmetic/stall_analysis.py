@@ -5,14 +5,16 @@ for 100 ops, where the Python function takes 85 µs. The overhead of steps of 0.
 from __future__ import annotations
 
 from tidegate.kernels import _native
-from tidegate.timeline.timeline import Timeline
+from tidegate.kernels.arithmetic.span_sums import SpanTable
 
 
-def exposed_waits(timeline: Timeline) -> dict[str, float]:
-    """Stalls of the update in seconds, by cause: the times in which neither CPU nor device computed. Empty if the
-    timeline has no update. Equals the Python function `tidegate.timeline.stall_analysis.exposed_waits` to the last
-    bit."""
-    window = timeline.window("update")
-    if window is None:
-        return {}
-    return _native.exposed_waits(timeline.spans, timeline.deps, *window)
+def exposed_waits(
+    spans: SpanTable, deps: dict[int, tuple[int, ...]], window: tuple[float, float] | None
+) -> dict[str, float]:
+    """Stalls of the update in seconds, by cause: the times in which neither CPU nor device computed. Equals the Python
+    function `tidegate.timeline.stall_analysis.exposed_waits` to the last bit.
+
+    deps: ids of the ops that each op depends on. window: start and end of the update; None if there is none, and the
+    result is then empty.
+    """
+    return {} if window is None else _native.exposed_waits(spans, deps, *window)

@@ -16,6 +16,7 @@
 #include "gil.h"
 #include "kernels.h"
 #include "span_sums.h"
+#include "span_table.h"
 #include "waits.h"
 
 namespace nb = nanobind;
@@ -110,5 +111,6 @@ NB_MODULE(_native, m) {
   bind_io(m);
   bind_dispatch(m);
   bind_waits(m);
+  bind_span_table(m);
   bind_span_sums(m);
 }

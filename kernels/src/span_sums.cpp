@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "span_fields.h"
+#include "span_table.h"
 
 namespace nb = nanobind;
 
@@ -25,12 +25,10 @@ class LinkTotals {
       phases_.push_back({phase.attr("phase"), nb::cast<double>(phase.attr("start")), nb::cast<double>(phase.attr("end"))});
   }
 
-  void add(nb::handle span) {
-    const SpanFields fields(span);
-    const nb::handle content = fields[SpanFields::kContent], lane = fields[SpanFields::kLane];
-    if (content.is_none() || !(same(lane, h2d_) || same(lane, d2h_))) return;
-    const double start = fields.number(SpanFields::kStart), end = fields.number(SpanFields::kEnd);
-    Channel& channel = channel_of(lane, content);
+  void add(const SpanRow& span) {
+    if (span.content.is_none() || !(same(span.lane, h2d_) || same(span.lane, d2h_))) return;
+    const double start = span.start, end = span.end;
+    Channel& channel = channel_of(span.lane, span.content);
     const double began = std::max(start, channel.busy_until);
     const double ended = channel.busy_until = std::max(end, began);
     // Nearly every copy lies in the same phase as the one before it.
@@ -39,14 +37,14 @@ class LinkTotals {
                                           [](double moment, const Phase& phase) { return moment < phase.start; });
       const size_t found = later == phases_.begin() ? 0 : size_t(later - phases_.begin()) - 1;
       if (start < phases_[found].start || end > phases_[found].end) {
-        divide(channel, start, end, fields.count(SpanFields::kBytes));
+        divide(channel, start, end, span.nbytes);
         divide_seconds(channel, began, ended);
         return;
       }
       phase_ = found;
     }
     Total& total = total_of(channel, phases_[phase_].name);
-    total.nbytes += fields.count(SpanFields::kBytes);
+    total.nbytes += span.nbytes;
     total.seconds += ended - began;
   }
 
@@ -149,10 +147,10 @@ class LinkTotals {
   size_t phase_ = 0;
 };
 
-nb::list link_totals(nb::sequence spans, nb::sequence phases) {
+nb::list link_totals(const SpanTable& spans, nb::sequence phases) {
   if (nb::len(phases) == 0) throw nb::value_error("phases is empty: a step has one phase or more");
   LinkTotals totals(phases);
-  for (nb::handle span : spans) totals.add(span);
+  for (const SpanRow& span : spans.rows()) totals.add(span);
   return totals.result();
 }
 
@@ -161,15 +159,13 @@ class Work {
  public:
   explicit Work(nb::dict rates) : rates_(std::move(rates)) {}
 
-  void add(nb::handle span) {
-    const SpanFields fields(span);
-    const Source& source = source_of(fields[SpanFields::kKind], fields[SpanFields::kLane]);
+  void add(const SpanRow& span) {
+    const Source& source = source_of(span.kind, span.lane);
     Total& total = totals_[source.total];
-    const double start = fields.number(SpanFields::kStart), end = fields.number(SpanFields::kEnd);
-    total.amount += fields.count(source.counts_elements ? SpanFields::kElements : SpanFields::kBytes);
-    total.seconds += end - start;
-    total.overlaps |= start < total.end;
-    total.end = end;
+    total.amount += source.counts_elements ? span.numel : span.nbytes;
+    total.seconds += span.end - span.start;
+    total.overlaps |= span.start < total.end;
+    total.end = span.end;
   }
 
   nb::tuple result() const {
@@ -218,9 +214,9 @@ class Work {
   std::vector<Total> totals_;
 };
 
-nb::tuple measured_work(nb::sequence spans, nb::dict rates) {
+nb::tuple measured_work(const SpanTable& spans, nb::dict rates) {
   Work work(std::move(rates));
-  for (nb::handle span : spans) work.add(span);
+  for (const SpanRow& span : spans.rows()) work.add(span);
   return work.result();
 }
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "span_fields.h"
+#include "span_table.h"
 
 namespace nb = nanobind;
 
@@ -48,12 +48,11 @@ class Lanes {
 
 class Waits {
  public:
-  Waits(nb::handle spans, nb::dict deps, double low, double high) : deps_(deps), low_(low), high_(high) {
-    for (nb::handle span : spans) {
-      const SpanFields fields(span);
-      const int lane = lanes_.number_of(fields[SpanFields::kLane]);
-      spans_.push_back({fields.count(SpanFields::kOp), lane, lanes_.computes(lane), fields.number(SpanFields::kStart),
-                        fields.number(SpanFields::kEnd)});
+  Waits(const SpanTable& spans, nb::dict deps, double low, double high) : deps_(deps), low_(low), high_(high) {
+    spans_.reserve(spans.rows().size());
+    for (const SpanRow& span : spans.rows()) {
+      const int lane = lanes_.number_of(span.lane);
+      spans_.push_back({span.op, lane, lanes_.computes(lane), span.start, span.end});
     }
   }
 
@@ -181,7 +180,7 @@ class Waits {
   std::vector<double> waited_;
 };
 
-nb::dict exposed_waits(nb::sequence spans, nb::dict deps, double low, double high) {
+nb::dict exposed_waits(const SpanTable& spans, nb::dict deps, double low, double high) {
   return Waits(spans, deps, low, high).by_cause();
 }
 

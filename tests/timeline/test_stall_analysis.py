@@ -10,6 +10,7 @@ from tests.examples import examples
 from tests.processor_time import processor_seconds
 from tests.timeline.compute import compute_seconds
 from tidegate.kernels.arithmetic import stall_analysis
+from tidegate.kernels.arithmetic.span_sums import SpanTable
 from tidegate.plan import OpKind, Subgroup, make_plan, place_subgroups, steady_placements
 from tidegate.plan.ops import path_lanes
 from tidegate.simulator.simulate import simulate
@@ -144,11 +145,12 @@ def test_stalls_and_compute_are_the_update(timeline: Timeline) -> None:
 @settings(max_examples=examples(600))
 @given(timeline=timelines())
 def test_the_native_sums_are_the_same_to_the_last_bit(timeline: Timeline) -> None:
-    assert stall_analysis.exposed_waits(timeline) == exposed_waits(timeline)
+    found = stall_analysis.exposed_waits(SpanTable(timeline.spans), timeline.deps, timeline.window("update"))
+    assert found == exposed_waits(timeline)
 
 
 def test_the_native_sums_without_an_update_are_empty() -> None:
-    assert stall_analysis.exposed_waits(timeline([(0, "cpu", 0, 1)], window=None)) == {}
+    assert stall_analysis.exposed_waits(SpanTable(timeline([(0, "cpu", 0, 1)]).spans), {}, None) == {}
 
 
 RATES = RateCard(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tidegate.plan.ops import OpKind
 from tidegate.timeline.step_result import StepPhases, StepResult
 
 MIN_PARAMS: Final = 8
@@ -66,15 +65,15 @@ class GradientArrival:
         )
 
 
-def gradient_arrival_of(result: StepResult, phases: StepPhases) -> GradientArrival:
-    """Returns the figures about the arrival of gradients in one step."""
-    of_gradient = OpKind.GRAD_D2H
-    copies = [(span.op, span.nbytes) for span in result.spans[result.num_dropped :] if span.kind is of_gradient]
-    total = sum(dict(copies).values())
-    again = sum(nbytes for _, nbytes in copies) - total
+def gradient_arrival_of(
+    result: StepResult, phases: StepPhases, copied_bytes: int, recopied_bytes: int
+) -> GradientArrival:
+    """Returns the figures about the arrival of gradients in one step. The numbers of bytes are as in
+    `GradientArrival`."""
     if len(result.stepped) < MIN_PARAMS:
-        return GradientArrival(total, again)
-    return GradientArrival(total, again, *_first_of_backward(phases), phases.single_node_share * total)
+        return GradientArrival(copied_bytes, recopied_bytes)
+    single_node_bytes = phases.single_node_share * copied_bytes
+    return GradientArrival(copied_bytes, recopied_bytes, *_first_of_backward(phases), single_node_bytes)
 
 
 def _first_of_backward(phases: StepPhases) -> tuple[float, float]:

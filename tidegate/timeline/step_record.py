@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 from tidegate.timeline.bytes_by_phase import Moved
-from tidegate.timeline.gradient_arrival import GradientArrival, gradient_arrival_of
 from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan, Span, Timeline
 
@@ -64,18 +63,6 @@ class FinishedStep:
         """The measured timeline with times on the monotonic clock. It is cheaper than `timeline`, because spans are not
         copied, and sufficient where only differences of times are needed."""
         return Timeline(self.number, "measured", self.result.spans, self.phases.spans, self.deps, self._wall)
-
-    @property
-    def update_timeline(self) -> Timeline:
-        """The same without deferred flushes, for which the update does not wait."""
-        timeline, result = self.monotonic_timeline, self.result
-        return replace(timeline, spans=result.waited_spans) if result.plan.deferred_flushes else timeline
-
-    @cached_property
-    def gradient_arrival(self) -> GradientArrival:
-        """Statistics of how this step's gradients became available, for example the bytes that were copied to the host
-        twice, and the time in the backward before the first gradient."""
-        return gradient_arrival_of(self.result, self.phases)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tidegate.plan import Plan
 from tidegate.plan.effective_knobs import EffectiveKnobs
@@ -37,7 +38,7 @@ class StepResult:
             return self.spans
         return (*self.spans[:dropped], *(span for span in self.spans[dropped:] if span.op not in deferred))
 
-    @property
+    @cached_property
     def update_end(self) -> float:
         """The end of the update, without its deferred flushes, in seconds on the monotonic clock; 0 without spans."""
         return max([span.end for span in self.waited_spans], default=0.0)

@@ -81,3 +81,25 @@ def test_one_thread_may_look_while_another_takes_and_lets_go(hasty_threads: None
 
     with meanwhile(step):
         assert all(buffers.nbytes >= 200 * 64 for _ in range(2_000))
+
+
+def test_bytes_follow_each_change() -> None:
+    buffers = HostBuffers(zeros)
+    assert buffers.nbytes == 0
+    buffers[0] = zeros(64)
+    assert buffers.nbytes == 64
+    buffers[0] = zeros(32)
+    assert buffers.nbytes == 32
+    buffers[1] = zeros(8)
+    assert buffers.nbytes == 40
+    assert buffers.pop(1).numel() == 8
+    assert buffers.nbytes == 32
+    assert buffers.pop(1, None) is None
+    with pytest.raises(KeyError):
+        buffers.pop(1)
+    del buffers[0]
+    assert buffers.nbytes == 0
+    buffers.allocate(2, 16)
+    buffers.release(2)
+    buffers.free_released()
+    assert buffers.nbytes == 0

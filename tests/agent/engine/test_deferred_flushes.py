@@ -102,7 +102,7 @@ def test_observers_get_the_result_when_the_flushes_are_done(tmp_path: Path) -> N
         )  # fmt: skip
         report = report_of(step)
         assert report.spill_seconds == 0.0
-        assert len(step.update_timeline.spans) == len(result.spans) - len(flushed)
+        assert len(result.waited_spans) == len(result.spans) - len(flushed)
 
 
 def test_a_gradient_that_waits_for_a_slow_flush_waits_for_the_path(tmp_path: Path) -> None:

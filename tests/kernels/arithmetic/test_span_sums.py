@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidegate.kernels.arithmetic import span_sums
+from tidegate.kernels.arithmetic.span_sums import SpanTable
 from tidegate.plan.ops import CONTENT_OF, LANE_OF, LINK_LANES, OpKind
 from tidegate.speeds.rate_card import measured_work
 from tidegate.timeline.bytes_by_phase import totals_by_phase
@@ -45,24 +46,35 @@ def test_copies_over_the_link_have_the_same_totals(spans: list[Span], phases: li
         (*channel, phase): (total.nbytes, pytest.approx(total.seconds))
         for (channel, phase), total in totals_by_phase(copies, phases).items()
     }
-    found = {
-        key: (total.nbytes, total.seconds) for key, total in span_sums.link_totals(tuple(spans), tuple(phases)).items()
-    }
+    totals = span_sums.link_totals(SpanTable(spans), tuple(phases))
+    found = {key: (total.nbytes, total.seconds) for key, total in totals.items()}
     assert found == expected
 
 
 @settings(max_examples=examples(600))
 @given(spans=spans())
 def test_the_work_of_a_step_is_the_same_to_the_last_bit(spans: list[Span]) -> None:
-    assert span_sums.measured_work(tuple(spans)) == measured_work(spans)
+    assert span_sums.measured_work(SpanTable(spans)) == measured_work(spans)
+
+
+@settings(max_examples=examples(300))
+@given(spans=spans(), repeats=st.lists(st.integers(0, 4), max_size=30), skipped=st.integers(0, 9))
+def test_bytes_of_repeated_ops_count_once(spans: list[Span], repeats: list[int], skipped: int) -> None:
+    ran = [span._replace(op=op, kind=OpKind.GRAD_D2H) for span, op in zip(spans, repeats, strict=False)] + spans
+    copies = [(span.op, span.nbytes) for span in ran[skipped:] if span.kind is OpKind.GRAD_D2H]
+    once = sum(dict(copies).values())
+    again = sum(nbytes for _, nbytes in copies) - once
+    assert span_sums.bytes_of_kind(SpanTable(ran), OpKind.GRAD_D2H, skipped) == (once, again)
 
 
 def test_what_is_no_span_is_refused() -> None:
-    phase = PhaseSpan("update", 0.0, 1.0)
     for bad in ((1, 2), "span", None):
         with pytest.raises(TypeError, match="Span"):
-            span_sums.measured_work((bad,))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="Span"):
-            span_sums.link_totals((bad,), (phase,))  # type: ignore[arg-type]
+            SpanTable((bad,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        SpanTable(None)  # type: ignore[arg-type]
+
+
+def test_the_link_has_phases() -> None:
     with pytest.raises(ValueError, match="phases is empty"):
-        span_sums.link_totals((), ())
+        span_sums.link_totals(SpanTable(()), ())
