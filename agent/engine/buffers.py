@@ -20,6 +20,9 @@ class HostBuffers(dict[int, torch.Tensor]):
     With the knob `order=alternate`, the set of subgroups in host memory changes in each step. Allocating new pages for
     them would take longer than reading the state into the pages. So a released buffer is kept until the end of the next
     step, and is freed then if no subgroup has reused it.
+
+    Only the methods of this class may change the buffers, because `nbytes` counts their changes: no `update` or
+    `setdefault`.
     """
 
     def __init__(self, new: Callable[[int], torch.Tensor]) -> None:
@@ -30,7 +33,7 @@ class HostBuffers(dict[int, torch.Tensor]):
         self._changes = 0
         """Number of changes of the buffers."""
         self._counted = (0, 0)
-        """A sum of `nbytes`, with the number of changes before it. It is valid until the next change."""
+        """Number of changes when the bytes were last summed, and that sum. It is valid until the next change."""
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +57,9 @@ class HostBuffers(dict[int, torch.Tensor]):
     def pop(self, subgroup: int, /, *default: Any) -> Any:
         """As `dict.pop`: removes the subgroup's buffer and returns it. Without a buffer, returns `default`; without
         `default`, raises KeyError."""
+        held = len(self)
         buffer = super().pop(subgroup, *default)
-        self._changes += 1
+        self._changes += held != len(self)
         return buffer
 
     def allocate(self, subgroup: int, nbytes: int) -> None:
@@ -70,7 +74,7 @@ class HostBuffers(dict[int, torch.Tensor]):
 
     def release(self, subgroup: int) -> None:
         """Releases the subgroup's buffer; does nothing if it has none."""
-        buffer = self.pop(subgroup, None)
+        buffer = super().pop(subgroup, None)
         if buffer is not None:
             self._spare[buffer.numel()].append(buffer)
             self._changes += 1
@@ -83,8 +87,8 @@ class HostBuffers(dict[int, torch.Tensor]):
 
     def clear(self) -> None:
         super().clear()
+        self._spare.clear()
         self._changes += 1
-        self.free_released()
 
 
 class GradientBuffer:

@@ -33,6 +33,7 @@ from tidegate.agent.devices.base import DoneEvent, Event
 from tidegate.agent.engine.interpreter_exit import stop_at_exit
 from tidegate.agent.engine.last_references import LONGEST_WAIT_SECONDS, release_unless_exiting
 from tidegate.agent.engine.plan_execution import IssuedOp, IssuedRun, PlanExecution, PreparedOp, program_of
+from tidegate.agent.engine.watchdog import Watchdog
 from tidegate.errors import EngineError, LaneStuckError
 from tidegate.kernels.dispatch import Duty, Lanes, Outcome, Program, Until
 from tidegate.plan.ops import LANES, Op, OpKind
@@ -199,11 +200,7 @@ class Executor:
     def wait_until_done(self, ops: Collection[int]) -> None:
         """Waits until the ops with these ids are done; to be called after `step`. Ops that were dropped count as done.
         Raises the error of a lane that has failed, or LaneStuckError."""
-        execution, wanted = self._current(), self._current().places_of(ops)
-        while not self._lanes.wait(Until.ISSUED, wanted, COLLECT_SECONDS):
-            self._check_watchdog(execution)
-            with suppress(Exception):  # raised again by `finish`
-                self._collect(execution)
+        self._wait(Until.ISSUED, self._current().places_of(ops), collects=True)
         for event in self.wait_until_issued(ops):
             event.wait()
 
@@ -221,10 +218,7 @@ class Executor:
         `watchdog_seconds`; the executor is then `stuck`, and can only be closed.
         """
         execution = self._current()
-        while not self._lanes.wait(Until.DONE, [], COLLECT_SECONDS):
-            self._check_watchdog(execution)
-            with suppress(Exception):  # raised again by the last call, when no op runs
-                self._collect(execution)
+        self._wait(Until.DONE, collects=True)
         skipped = self._lanes.is_skipped
         try:
             self._collect(execution)
@@ -301,10 +295,14 @@ class Executor:
                 self._lanes.drop()
         self._end_threads(max(deadline, time.monotonic()) + LONGEST_WAIT_SECONDS)
 
-    def _wait(self, until: Until, numbers: Sequence[int] = ()) -> None:
-        execution = self._current()
-        while not self._lanes.wait(until, list(numbers), POLL_SECONDS):
-            self._check_watchdog(execution)
+    def _wait(self, until: Until, numbers: Sequence[int] = (), *, collects: bool = False) -> None:
+        """Waits for the lanes. With `collects`, collects the spans of ended ops meanwhile. Raises LaneStuckError."""
+        execution, watchdog = self._current(), Watchdog(self._watchdog_seconds)
+        while not self._lanes.wait(until, list(numbers), COLLECT_SECONDS if collects else POLL_SECONDS):
+            self._check_watchdog(execution, watchdog)
+            if collects:
+                with suppress(Exception):  # raised again by the `_collect` in `finish`, when no op runs
+                    self._collect(execution)
 
     def _current(self) -> PlanExecution:
         assert self._execution is not None, "no plan was started"
@@ -322,12 +320,11 @@ class Executor:
         if error is not None:
             raise error
 
-    def _check_watchdog(self, execution: PlanExecution) -> None:
+    def _check_watchdog(self, execution: PlanExecution, watchdog: Watchdog) -> None:
         oldest = self._lanes.oldest()
-        if oldest is None:
-            return
-        op, seconds = execution.plan.ops[oldest[0]], time.monotonic() - oldest[1]
-        if seconds > self._watchdog_seconds:
+        seconds = watchdog.exceeded_by(math.inf if oldest is None else oldest[1])
+        if oldest is not None and seconds is not None:
+            op = execution.plan.ops[oldest[0]]
             self.stuck = True
             raise LaneStuckError(
                 f"Lane {op.lane} is stuck: {op.name} has been running for {seconds:.0f} s "

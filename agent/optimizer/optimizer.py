@@ -107,7 +107,7 @@ class Optimizer(OffloadedOptimizer):
         with DelayInterrupt():
             num_begun = self.engine.num_updates_begun
             try:
-                self._update(loss_scale)
+                self._step_results.run_update(lambda: self._update(loss_scale))
             except BaseException as error:
                 if self.engine.num_updates_begun != num_begun:
                     self.engine.fail_uncounted_step(error)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from tidegate.agent.engine.engine import Engine
 from tidegate.agent.engine.phases import PhaseRecorder
 from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.errors import EngineError
 from tidegate.timeline.step_result import StepPhases, StepResult
 from tidegate.timeline.timeline import PhaseSpan
 
@@ -31,6 +33,8 @@ class StepResultQueue:
         self._ended_phases: deque[StepPhases] = deque()
         self._logged: dict[str, float] = {}
         self._waiting = threading.Lock()
+        self._busy_threads: set[int] = set()
+        """Threads that are in `run_update` or `wait_for_update`."""
 
     def log(self, loss: float | None, tokens: int | None) -> None:
         """Stores loss and number of tokens for the result of the next step. If it is called several times in one step,
@@ -45,17 +49,40 @@ class StepResultQueue:
         the observers, in the training thread.
 
         Gradient hooks of several threads may call this at the same time. Ctrl-C is delayed, so that the result is not
-        lost.
+        lost. Raises EngineError if this thread updates or waits already: then a signal handler has called it.
         """
-        with DelayInterrupt(), self._waiting:
+        with DelayInterrupt(), self._alone(), self._waiting:
             began = time.monotonic()
             result = self.engine.wait_for_update()
             if result is not None:
                 self._phases.waited_for_update(began, time.monotonic())
                 self._results.append(result)
 
+    def run_update(self, update: Callable[[], None]) -> None:
+        """Calls `update`, which begins an update and counts its step. In between, the state and the step counts do not
+        match: if a signal handler waits for the update then, for example to save a checkpoint, it gets an
+        EngineError."""
+        with self._alone():
+            update()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Notes that this thread updates or waits. Raises EngineError if it does so already."""
+        me = threading.get_ident()
+        if me in self._busy_threads:
+            raise EngineError(
+                "The optimizer was called while it updates the weights, in the same thread, for example by a signal "
+                "handler that saves a checkpoint. Let the handler set a flag, and save after step()."
+            )
+        try:
+            self._busy_threads.add(me)  # a signal handler may raise after it
+            yield
+        finally:
+            self._busy_threads.discard(me)
+
     def wait_for_step(self) -> None:
-        """Waits for the running update, except for its deferred flushes. If it has none, its result is queued."""
+        """Waits for the running update, except for its deferred flushes. If it has none, its result is queued. To be
+        called within `run_update`."""
         with DelayInterrupt(), self._waiting:
             result = self.engine.wait_for_step()
             if result is not None:

@@ -8,6 +8,7 @@ import os
 import resource
 
 from tidegate.errors import PathFull
+from tidegate.kernels.io.direct_io import allocate_blocks
 
 
 def reserve(fd: int, nbytes: int) -> bool:
@@ -21,7 +22,7 @@ def reserve(fd: int, nbytes: int) -> bool:
         raise ValueError(f"nbytes is {nbytes}, it must be at least 1")
     before = os.fstat(fd).st_size
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        allocate_blocks(fd, nbytes)
     except OSError as error:
         os.ftruncate(fd, before)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

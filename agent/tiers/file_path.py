@@ -180,9 +180,7 @@ class StoragePath:
         try:
             fd, direct = open_direct(name, write=True, create=True)
         except OSError as error:
-            raise PathUnusable(
-                f"Path {self.name}: {name} cannot be created: {os.strerror(error.errno or 0)}."
-            ) from error
+            raise PathUnusable(f"Path {self.name}: {name} cannot be created: {error.strerror}.") from error
         if not direct and not self._warned_buffered:
             self._warned_buffered = True
             log.warning("path %s: its file system has no direct I/O, so the page cache takes host memory", self.name)
@@ -272,12 +270,14 @@ class StoragePath:
 
     def _file_to_write(self, subgroup: int) -> StateFile:
         """The file for the subgroup's next state: the spare file if a checkpoint holds the present one. Creates the
-        spare file if it is missing, because saving a checkpoint failed, for example on another rank."""
-        before = self.states[subgroup]
-        if before.linked_header is None:
-            return before
+        spare file if it is missing, because saving a checkpoint failed. Raises PathFull or PathUnusable."""
+        if self.states[subgroup].linked_header is None:
+            return self.states[subgroup]
         if subgroup not in self._spares:
-            self.add_spare(subgroup)
+            try:
+                self.add_spare(subgroup)
+            except OSError as error:
+                raise PathUnusable(f"Path {self.name}: no new file can be created: {error.strerror}.") from error
         return self._spares[subgroup]
 
     def _written(self, file: StateFile, step: int) -> None:

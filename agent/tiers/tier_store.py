@@ -212,7 +212,7 @@ class TierStore:
         if not why:
             try:
                 moved = self.paths[path].write(subgroup, address, self.step, begun, failed)
-            except (PathFailed, PathFull) as error:
+            except (PathFailed, PathFull, PathUnusable) as error:
                 self.retire(path, error)
                 why = str(error)
             else:

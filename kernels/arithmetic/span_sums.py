@@ -14,7 +14,7 @@ from tidegate.timeline.stall_analysis import busy_seconds
 from tidegate.timeline.timeline import Phase, PhaseSpan
 
 SpanTable = _native.SpanTable
-"""The spans of one step, read once for several sums. Its argument is a sequence of `Span`; TypeError for anything
+"""The spans of one step, read once for several sums. Its argument: the spans, as `Span`; TypeError for anything
 else."""
 _RATES: Final[dict[OpKind, tuple[str, bool]]] = {kind: (name, kind in RATE_OF) for kind, name in RATE_NAME_OF.items()}
 """The rate of each kind of op, and whether its amount is a number of parameters, not of bytes."""
@@ -42,7 +42,7 @@ def measured_work(spans: SpanTable) -> MeasuredWork:
     return work
 
 
-def bytes_of_kind(spans: SpanTable, kind: OpKind, skipped: int = 0) -> tuple[int, int]:
+def bytes_of_kind(spans: SpanTable, kind: OpKind, skipped: int) -> tuple[int, int]:
     """Bytes of the ops of one kind, without the first `skipped` spans. The first number counts the last run of each op,
     the second number its earlier runs."""
     return spans.bytes_of_kind(kind, skipped)

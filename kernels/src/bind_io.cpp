@@ -1,6 +1,8 @@
 // What Python sees of checksums, direct I/O and locks of paths. The threads touch no Python object; what they write to is kept here.
 #include "bind_io.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <limits>
@@ -87,6 +89,12 @@ uint32_t py_crc32c(uintptr_t address, int64_t nbytes, uint32_t seed) {
   if (address == 0) throw std::invalid_argument("address is 0, must be that of nbytes bytes");
   const GilReleased released;
   return crc32c(reinterpret_cast<const void*>(address), size, seed);
+}
+
+// The error number of fallocate(2); 0 for none.
+int allocate_blocks(int fd, int64_t nbytes) {
+  const GilReleased released;
+  return fallocate(fd, 0, 0, off_t(nbytes)) == 0 ? 0 : errno;
 }
 
 template <auto Field>
@@ -176,6 +184,7 @@ void bind_io(nb::module_& m) {
       .def_prop_ro("entered", &TransferTask::entered, "How it got the lock; None before it asked, and without a lock.")
       .def_prop_ro("ticket", &TransferTask::ticket, "What its threads did; None before it was queued.");
   m.attr("DIRECT_ALIGNMENT") = kDirectAlignment;
+  m.def("allocate_blocks", &allocate_blocks);
   m.def("crc32c", &py_crc32c);
 }
 

@@ -110,7 +110,7 @@ NB_MODULE(_native, m) {
   bind_tasks(m);
   bind_io(m);
   bind_dispatch(m);
-  bind_waits(m);
   bind_span_table(m);
   bind_span_sums(m);
+  bind_waits(m);
 }

@@ -16,8 +16,12 @@ SpanRow row_of(nb::handle span) {
   const auto field = [&](Py_ssize_t place) { return nb::handle(PyTuple_GET_ITEM(tuple, place)); };
   const auto count = [&](Py_ssize_t place) { return nb::cast<int64_t>(field(place)); };
   const auto seconds = [&](Py_ssize_t place) { return nb::cast<double>(field(place)); };
-  return {count(kOp),   field(kKind),    field(kLane),  field(kContent), seconds(kStart),
-          seconds(kEnd), count(kBytes), count(kElements)};
+  try {
+    return {count(kOp),   field(kKind),    field(kLane),  field(kContent), seconds(kStart),
+            seconds(kEnd), count(kBytes), count(kElements)};
+  } catch (const nb::cast_error&) {
+    throw nb::type_error("a span must be a Span, with numbers as its class has them");
+  }
 }
 
 // The bytes of all spans of a kind, without the first `skipped` spans: those of the last run of each op, and those of its

@@ -1,5 +1,5 @@
-// The spans of one step as plain numbers: Python's named tuples (tidegate/timeline/timeline.py) are read once, and summed
-// in several ways. That runs after every step of a training, on its cores.
+// The spans of one step as plain numbers: Python's named tuples (tidegate/timeline/timeline.py) are read once, and then
+// summed in several ways. That runs after every step of a training, on its cores.
 #pragma once
 
 #include <nanobind/nanobind.h>

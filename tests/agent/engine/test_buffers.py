@@ -81,6 +81,7 @@ def test_one_thread_may_look_while_another_takes_and_lets_go(hasty_threads: None
 
     with meanwhile(step):
         assert all(buffers.nbytes >= 200 * 64 for _ in range(2_000))
+    assert buffers.nbytes == sum(64 + subgroup % 3 for subgroup in range(200))
 
 
 def test_bytes_follow_each_change() -> None:
@@ -97,6 +98,11 @@ def test_bytes_follow_each_change() -> None:
     assert buffers.pop(1, None) is None
     with pytest.raises(KeyError):
         buffers.pop(1)
+    before = buffers._changes
+    buffers.release(1)
+    buffers.free_released()
+    assert buffers.nbytes == 32
+    assert buffers._changes == before, "nothing has changed: the sum is still known"
     del buffers[0]
     assert buffers.nbytes == 0
     buffers.allocate(2, 16)

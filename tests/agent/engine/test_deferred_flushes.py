@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from tidegate.agent.engine.buffers import GradientBuffer
 from tidegate.agent.engine.planning_inputs import IdleTime
 from tidegate.agent.telemetry.recorder import Recorder
 from tidegate.agent.telemetry.report import report_of
+from tidegate.agent.telemetry.step_sums import step_sums
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import StateLost
 from tidegate.knobs.knobs import Knobs
+from tidegate.timeline.stall_analysis import exposed_waits
 from tidegate.timeline.step_record import FinishedStep
 from tidegate.timeline.step_result import StepPhases, StepResult
 
@@ -103,6 +106,13 @@ def test_observers_get_the_result_when_the_flushes_are_done(tmp_path: Path) -> N
         report = report_of(step)
         assert report.spill_seconds == 0.0
         assert len(result.waited_spans) == len(result.spans) - len(flushed)
+
+        # The update does not wait for these flushes, even if they are the last ops and begin in it.
+        low, high = step.monotonic_timeline.window("update") or (0.0, 0.0)
+        spans = tuple(span._replace(start=low, end=high + 1.0) if span in flushed else span for span in result.spans)
+        early = replace(step, result=replace(result, spans=spans))
+        expected = exposed_waits(replace(early.monotonic_timeline, spans=result.waited_spans))
+        assert step_sums(early).waits == expected != exposed_waits(early.monotonic_timeline)
 
 
 def test_a_gradient_that_waits_for_a_slow_flush_waits_for_the_path(tmp_path: Path) -> None:

@@ -132,8 +132,33 @@ def test_the_first_ctrl_c_comes_at_the_end_of_the_outermost_block() -> None:
     assert reached == [1, 2]
 
 
-def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
-    """The next op of this kind is met by a SIGINT to this process."""
+@pytest.mark.parametrize("kind", [OpKind.NORM, OpKind.CPU_UPDATE, OpKind.DEVICE_UPDATE])
+def test_a_signal_handler_that_saves_in_the_middle_of_an_update_gets_an_error(kind: OpKind, tmp_path: Path) -> None:
+    """It would wait for its own thread, or save weights of a step that is not counted yet."""
+    params = params_of((400,), (300,))
+    refused: list[str] = []
+    with tidegate.AdamW(params, offload=MIXED) as optimizer:
+
+        def save(*_: object) -> None:
+            for call in (optimizer.state_dict, optimizer.wait, lambda: optimizer.save_checkpoint(tmp_path)):
+                with pytest.raises(EngineError, match=r"signal handler.*save after step\(\)") as error:
+                    call()
+                refused.append(str(error.value))
+
+        before = signal.signal(signal.SIGUSR1, save)
+        try:
+            plain = plain_of(optimizer)
+            interrupt_at(optimizer, kind, signal.SIGUSR1)
+            assert trained(params, optimizer, plain, range(3))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert len(refused) == 3
+        optimizer.save_checkpoint(tmp_path)
+        assert optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind, number: signal.Signals = signal.SIGINT) -> None:
+    """The next op of this kind is met by a signal to this process."""
     runner = optimizer.engine._runner
     run = type(runner).run
     once = threading.Event()
@@ -141,7 +166,7 @@ def interrupt_at(optimizer: tidegate.AdamW, kind: OpKind) -> None:
     def interrupting(op: Op, begun: Callable[[], None]) -> IssuedOp:
         if op.kind is kind and not once.is_set():
             once.set()
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return run(runner, op, begun)
 
     runner.run = interrupting  # type: ignore[method-assign]

@@ -39,6 +39,7 @@ from tests.agent.tiers.faults import (
 from tests.examples import examples
 from tests.services import until
 from tidegate.agent.interrupts import DelayInterrupt
+from tidegate.agent.tiers import file_path
 from tidegate.agent.tiers.file_path import PathSettings
 from tidegate.errors import (
     BlockDamaged,
@@ -89,6 +90,34 @@ def test_a_path_that_takes_no_more_writes_is_retired_and_nothing_is_lost(
         assert pair.optimizer.effective_knobs()["tier_split"] == "bad:0,good:8"
         pair.assert_same_state()
         assert not is_locked(paths[BAD])
+
+
+@pytest.mark.parametrize("call", ["open_direct", "reserve"])
+def test_a_path_without_room_for_a_new_file_is_retired_and_nothing_is_lost(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush needs a new file if a checkpoint holds the present one and its spare file is missing."""
+    with training(two(tmp_path), tier_split="bad:1,good:1") as pair:
+        train(pair, 0, 2)
+        pair.optimizer.save_checkpoint(tmp_path / "checkpoints")
+        bad = store_of(pair.optimizer).storage_path(BAD)
+        assert bad._spares
+        for subgroup in list(bad._spares):
+            bad._discard(bad._spares.pop(subgroup))
+
+        real = getattr(file_path, call)
+
+        def refuse(file: str | int, *args: Any, **named: Any) -> Any:
+            name = file if isinstance(file, str) else os.readlink(f"/proc/self/fd/{file}")
+            if Path(name).is_relative_to(tmp_path / BAD):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real(file, *args, **named)
+
+        monkeypatch.setattr(file_path, call, refuse)
+        train(pair, 2, 2)
+        assert os.strerror(errno.EMFILE) in store_of(pair.optimizer).retired[BAD]
+        assert lives(pair) == {GOOD}
+        pair.assert_same_state()
 
 
 def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.agent.tiers.trainer import trainer
+from tidegate.agent.tiers import disk_space
 from tidegate.agent.tiers import scratch as scratch_module
 from tidegate.agent.tiers.byte_locks import locked_by_other
 from tidegate.agent.tiers.disk_space import free_bytes, reserve
@@ -394,12 +395,42 @@ def test_where_space_cannot_be_reserved_it_is_looked_at(file: int, monkeypatch: 
     def unsupported(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    monkeypatch.setattr(disk_space, "allocate_blocks", unsupported)
     assert not reserve(file, 1 << 20)
     assert os.fstat(file).st_size == 1 << 20
     with pytest.raises(PathFull):
         reserve(file, 1 << 60)
     assert os.fstat(file).st_size == 1 << 20
+
+
+@pytest.fixture
+def without_allocation(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system that cannot allocate space for a file, as NFS before version 4.2."""
+    image, folder = tmp_path / "image", tmp_path / "ext2"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext2", "-q", image], check=True)
+    mounted = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no loop device can be mounted: {mounted.stderr}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mkfs.ext2") is None, reason="mounts a file system")
+def test_where_space_cannot_be_reserved_nothing_is_written(without_allocation: Path) -> None:
+    """glibc would write a byte in each block, which takes minutes on a file system over a network."""
+    fd = os.open(without_allocation / "state", os.O_RDWR | os.O_CREAT)
+    try:
+        assert not reserve(fd, 32 << 20)
+        status = os.fstat(fd)
+        assert status.st_size == 32 << 20
+        assert status.st_blocks == 0
+        with pytest.raises(PathFull, match="needs"):
+            reserve(fd, 1 << 30)
+    finally:
+        os.close(fd)
 
 
 def test_more_than_there_is_leaves_the_file_as_it_was(tmp_path: Path, file: int) -> None:
@@ -412,12 +443,12 @@ def test_more_than_there_is_leaves_the_file_as_it_was(tmp_path: Path, file: int)
 
 
 def test_what_was_allocated_before_space_ran_out_is_given_back(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(fd: int, _: int, nbytes: int) -> None:
+    def half(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes // 2)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     os.write(file, b"kept")
-    monkeypatch.setattr(os, "posix_fallocate", half)
+    monkeypatch.setattr(disk_space, "allocate_blocks", half)
     with pytest.raises(PathFull, match="quota"):
         reserve(file, 1 << 20)
     assert os.fstat(file).st_size == 4

@@ -71,6 +71,10 @@ def test_what_is_no_span_is_refused() -> None:
     for bad in ((1, 2), "span", None):
         with pytest.raises(TypeError, match="Span"):
             SpanTable((bad,))  # type: ignore[arg-type]
+    span = Span(0, OpKind.FETCH, "nvme:read", 0, 0.0, 1.0, 8, 2)
+    for change in ({"op": "0"}, {"nbytes": 1.5}, {"start": None}, {"numel": 1 << 80}):
+        with pytest.raises(TypeError, match="Span"):
+            SpanTable((span._replace(**change),))
     with pytest.raises(TypeError):
         SpanTable(None)  # type: ignore[arg-type]
 
