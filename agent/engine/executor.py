@@ -322,7 +322,7 @@ class Executor:
 
     def _check_watchdog(self, execution: PlanExecution, watchdog: Watchdog) -> None:
         oldest = self._lanes.oldest()
-        seconds = watchdog.exceeded_by(math.inf if oldest is None else oldest[1])
+        seconds = watchdog.stuck_seconds(math.inf if oldest is None else oldest[1])
         if oldest is not None and seconds is not None:
             op = execution.plan.ops[oldest[0]]
             self.stuck = True

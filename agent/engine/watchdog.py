@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 STOP_SECONDS: Final = 2.0
-"""Time between two calls of `Watchdog.exceeded_by` from which the process counts as stopped in between. A thread that
+"""Time between two calls of `Watchdog.stuck_seconds` from which the process counts as stopped in between. A thread that
 waits for ops calls it every 0.1 s or more often."""
 
 
@@ -28,8 +28,8 @@ class Watchdog:
         self._stops: list[tuple[float, float]] = []
         """Times in which the process was stopped: start and end."""
 
-    def exceeded_by(self, since: float) -> float | None:
-        """Seconds for which an op has been running, if that is too long; None if it is not. `since`: when it began.
+    def stuck_seconds(self, since: float) -> float | None:
+        """Seconds for which an op has been running if that is more than the limit, else None. `since`: when it began.
 
         A stop before this wait is not known. So an op also gets STOP_SECONDS (or the limit, if that is less) of this
         wait.

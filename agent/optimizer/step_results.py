@@ -51,7 +51,7 @@ class StepResultQueue:
         Gradient hooks of several threads may call this at the same time. Ctrl-C is delayed, so that the result is not
         lost. Raises EngineError if this thread updates or waits already: then a signal handler has called it.
         """
-        with DelayInterrupt(), self._alone(), self._waiting:
+        with DelayInterrupt(), self._not_nested(), self._waiting:
             began = time.monotonic()
             result = self.engine.wait_for_update()
             if result is not None:
@@ -62,12 +62,13 @@ class StepResultQueue:
         """Calls `update`, which begins an update and counts its step. In between, the state and the step counts do not
         match: if a signal handler waits for the update then, for example to save a checkpoint, it gets an
         EngineError."""
-        with self._alone():
+        with self._not_nested():
             update()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Notes that this thread updates or waits. Raises EngineError if it does so already."""
+    def _not_nested(self) -> Iterator[None]:
+        """Context manager: raises EngineError if this thread is in such a block already, which a signal handler has
+        interrupted."""
         me = threading.get_ident()
         if me in self._busy_threads:
             raise EngineError(

@@ -43,6 +43,6 @@ def measured_work(spans: SpanTable) -> MeasuredWork:
 
 
 def bytes_of_kind(spans: SpanTable, kind: OpKind, skipped: int) -> tuple[int, int]:
-    """Bytes of the ops of one kind, without the first `skipped` spans. The first number counts the last run of each op,
-    the second number its earlier runs."""
+    """Bytes that the ops of one kind have moved, without the first `skipped` spans. Returns two numbers: the bytes of
+    the last run of each op, and the bytes of its earlier runs."""
     return spans.bytes_of_kind(kind, skipped)

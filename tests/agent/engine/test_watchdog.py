@@ -28,7 +28,7 @@ def run_for(clock: Clock, watchdog: Watchdog, seconds: float, since: float) -> f
     said = None
     for _ in range(round(seconds / POLL)):
         clock.now += POLL
-        said = watchdog.exceeded_by(since)
+        said = watchdog.stuck_seconds(since)
     return said
 
 
